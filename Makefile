@@ -1,0 +1,72 @@
+# `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
+.DEFAULT_GOAL := help
+.PHONY: help run test check bench chaos e2e lock clean servers
+
+PYTHON ?= python3
+PORT ?= 8008
+DATA_DIR ?= ./.data
+# More arguments for pytest, e.g. `make test ARGS="-x -k lease"`.
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-emit-index-url \
+	--custom-compile-command "make lock" pyproject.toml
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: $(VENV)/.runtime ## start the whole system here, with nothing else installed (PORT=8008 DATA_DIR=./.data)
+	@exec $(BIN)/gpuorch dev --port $(PORT) --data-dir $(DATA_DIR)
+
+test: $(VENV)/.dev servers ## all tests, against private MariaDB, Redis and Valkey servers (ARGS="-x -k lease")
+	$(BIN)/pytest -m "not bench" $(ARGS)
+
+check: $(VENV)/.dev servers ## format, lint, types and the fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/unit tests/contracts $(ARGS)
+
+bench: $(VENV)/.dev servers ## measure throughput and latency
+	$(BIN)/python -m tests.bench $(ARGS)
+
+chaos: $(VENV)/.dev servers ## kill processes and servers at random, then audit
+	$(BIN)/pytest tests/chaos $(ARGS)
+
+e2e: $(VENV)/.dev servers ## drive the installed commands as a user would
+	$(BIN)/pytest -m e2e $(ARGS)
+
+lock: $(VENV)/.dev ## write the lock files again after a change of pyproject.toml (ARGS=--upgrade for newer versions)
+	$(COMPILE) --extra build --output-file requirements.lock $(ARGS)
+	$(COMPILE) --extra build --extra dev --constraint requirements.lock --output-file requirements-dev.lock $(ARGS)
+
+clean: ## remove the virtual environment and caches; data stays
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+servers:
+	@scripts/ensure-servers
+
+# The stamps below make a second call start at once; a changed lock file or pyproject.toml installs again.
+define install
+@echo "Installing $< into $(VENV); the first time takes about a minute."
+@$(PIP) install --requirement $<
+@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+@touch $@
+endef
+
+$(VENV)/.runtime: requirements.lock pyproject.toml $(VENV)/.python
+	$(install)
+
+$(VENV)/.dev: requirements-dev.lock pyproject.toml $(VENV)/.python
+	$(install)
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed, e.g.: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv --clear $(VENV) \
+		|| { echo "The module venv does not work; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@touch $@

@@ -1,0 +1,104 @@
+"""One orchestrator instance: who is created, in which order, and who is stopped before whom."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from orchestrator.jobs import NewJob
+from orchestrator.leader.loop import LeaderLoop
+from orchestrator.leases import Denied, Granted, LeaseRequest
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store import audit, jobs, leases
+from orchestrator.store.batcher import Batcher
+from orchestrator.store.database import Database
+from orchestrator.store.jobs import Verdict
+from orchestrator.stream.hub import Hub
+from orchestrator.telemetry import metrics
+
+
+def instance_id() -> str:
+    """host:pid:nonce. The nonce keeps a restarted process from being taken for its predecessor."""
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What one request submits: stored together, in one transaction."""
+
+    jobs: tuple[NewJob, ...]
+
+
+class Orchestrator:
+    """Everything behind the HTTP edge. Start it once, close it once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.holder = instance_id()
+        self.db = Database(settings)
+        self.hub = Hub(settings)
+        self.publisher = Publisher(self.db, self.hub, settings)
+        self.leader = LeaderLoop(self.db, self.hub, self.publisher, settings, self.holder)
+        self._submits: Batcher[Submission, list[Verdict]] = Batcher(
+            "submit-batcher", self._store, weight=lambda item: len(item.jobs), max_batch=1000
+        )
+        self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
+
+    def start(self) -> None:
+        self.publisher.start()
+        self.leader.start()
+
+    def close(self) -> None:
+        """Accept no more, finish what was accepted, resign, disconnect."""
+        self._submits.close(self.settings.db_timeout_s)
+        self._leases.close(self.settings.db_timeout_s)
+        self.leader.close()
+        self.publisher.close()
+        self.hub.close()
+        self.db.close()
+
+    def submit(self, new_jobs: Sequence[NewJob]) -> Future[list[Verdict]]:
+        """Store jobs; the future has a verdict for each once they are committed."""
+        return self._submits.submit(Submission(tuple(new_jobs)))
+
+    def lease(self, request: LeaseRequest) -> Future[Granted | Denied]:
+        return self._leases.submit(request)
+
+    def _store(self, submissions: list[Submission]) -> list[list[Verdict]]:
+        """Flush of the submit batcher: one transaction for all requests that waited, then a nudge per lane."""
+        batch = [job for submission in submissions for job in submission.jobs]
+        verdicts = jobs.submit(self.db, batch, self.settings.job_retry_max)
+        created = [job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED]
+        for lane in {job.spec.pool_id for job in created}:
+            self.publisher.nudge(lane)
+        for job in created:
+            metrics.submitted(job.spec.type, 1)
+        answers = iter(verdicts)
+        return [[next(answers) for _ in submission.jobs] for submission in submissions]
+
+    def _grant(self, requests: list[LeaseRequest]) -> list[Granted | Denied]:
+        def grant(conn):  # type: ignore[no-untyped-def]
+            answers = leases.grant(conn, requests, self.settings.gpu_stale_s)
+            audit.record(conn, [_lease_event(answer) for answer in answers if isinstance(answer, Granted)])
+            return answers
+
+        answers: list[Granted | Denied] = self.db.write(grant)
+        for answer in answers:
+            decision = "granted" if isinstance(answer, Granted) else "denied"
+            metrics.lease_decided(decision, answer.mode if isinstance(answer, Granted) else "no_room")
+        return answers
+
+
+def _lease_event(lease: Granted) -> audit.Event:
+    details = {
+        "lease": lease.key[:12],
+        "mode": lease.mode,
+        "memory_mb": lease.request.memory_mb,
+        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
+    }
+    return audit.Event("lease.granted", actor=lease.request.agent, details=details)

@@ -1,0 +1,128 @@
+"""Every error the system names, as one tree.
+
+OrchestratorError
+├── ConfigError            config_invalid        settings cannot be used; nothing was started
+├── InvalidInput           invalid_input         the request is wrong; nothing was written
+│   ├── PayloadTooLarge    payload_too_large
+│   └── UnknownDuty        unknown_duty
+├── NotFound               not_found
+│   ├── JobNotFound        job_not_found
+│   ├── ResultNotFound     result_not_found
+│   └── LeaseNotFound      lease_not_found
+├── JobConflict            job_conflict          same job_id, other content
+├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
+├── Overloaded             overloaded            too much waits already; try again later
+├── StaleEpoch             stale_epoch           another leader took over; this write had no effect
+├── WorkerLost             worker_lost           the leader gave this worker's jobs away
+└── Unavailable            unavailable           a server does not answer; nothing is known to be lost
+    ├── DatabaseUnavailable  database_unavailable
+    └── RedisUnavailable     redis_unavailable
+
+`code` is part of the HTTP contract: it never changes meaning.
+"""
+
+from __future__ import annotations
+
+
+class OrchestratorError(Exception):
+    """Base of all errors that a caller may see."""
+
+    code = "internal_error"
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class ConfigError(OrchestratorError):
+    code = "config_invalid"
+
+
+class InvalidInput(OrchestratorError):
+    code = "invalid_input"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class PayloadTooLarge(InvalidInput):
+    code = "payload_too_large"
+
+
+class UnknownDuty(InvalidInput):
+    code = "unknown_duty"
+
+
+class NotFound(OrchestratorError):
+    code = "not_found"
+
+
+class JobNotFound(NotFound):
+    code = "job_not_found"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"no job {job_id!r}; it was never accepted here, or retention removed it")
+
+
+class ResultNotFound(NotFound):
+    code = "result_not_found"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id!r} is {status} and has no result")
+        self.status = status
+
+
+class LeaseNotFound(NotFound):
+    code = "lease_not_found"
+
+    def __init__(self) -> None:
+        super().__init__("no lease has this token; request one with POST /leases")
+
+
+class JobConflict(OrchestratorError):
+    code = "job_conflict"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"job {job_id!r} exists with other content; use a new job_id")
+
+
+class LeaseEnded(OrchestratorError):
+    code = "lease_ended"
+
+    def __init__(self, state: str) -> None:
+        super().__init__(f"this lease is {state}; stop using its GPU and request a new one")
+
+
+class Overloaded(OrchestratorError):
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class StaleEpoch(OrchestratorError):
+    code = "stale_epoch"
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"epoch {epoch} no longer leads; the write was refused")
+
+
+class WorkerLost(OrchestratorError):
+    code = "worker_lost"
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(f"worker {worker_id} was declared dead; its jobs run elsewhere")
+
+
+class Unavailable(OrchestratorError):
+    code = "unavailable"
+
+
+class DatabaseUnavailable(Unavailable):
+    code = "database_unavailable"
+
+
+class RedisUnavailable(Unavailable):
+    code = "redis_unavailable"

@@ -1,0 +1,245 @@
+"""What a job is: the body a client submits, the states it passes, and the arrows between them.
+
+    pending ──claim──▶ claimed ──start──▶ running ──▶ done | skipped | failed | dead_letter
+       ▲                  │                  │
+       └──── retry, hand_back, lost ─────────┘
+
+Nothing here touches a server. `store.jobs` has one function per arrow and takes the arrows from this table, so
+this page is the only place that knows which state may follow which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from orchestrator.errors import InvalidInput, PayloadTooLarge
+from orchestrator.ranking import PRIORITY_NAMES
+
+DEFAULT_LANE = "default"
+NAME = r"^[A-Za-z0-9._:\-]+$"
+
+
+class Status(StrEnum):
+    PENDING = "pending"
+    CLAIMED = "claimed"
+    RUNNING = "running"
+    DONE = "done"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    DEAD_LETTER = "dead_letter"
+
+
+TERMINAL = frozenset({Status.DONE, Status.SKIPPED, Status.FAILED, Status.CANCELLED, Status.DEAD_LETTER})
+OWNED = frozenset({Status.CLAIMED, Status.RUNNING})
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """One allowed transition; `event` names its audit row."""
+
+    event: str
+    source: frozenset[Status]
+    target: Status
+
+
+#: A short job's start and end often reach the database in one commit; then it goes from claimed to its end
+#: directly. That is why every ending leaves from both owned states.
+CLAIM = Arrow("job.claimed", frozenset({Status.PENDING}), Status.CLAIMED)
+START = Arrow("job.running", frozenset({Status.CLAIMED}), Status.RUNNING)
+FINISH = Arrow("job.done", OWNED, Status.DONE)
+SKIP = Arrow("job.skipped", OWNED, Status.SKIPPED)
+FAIL = Arrow("job.failed", OWNED, Status.FAILED)
+BURY = Arrow("job.dead_letter", OWNED, Status.DEAD_LETTER)
+RETRY = Arrow("job.retry", OWNED, Status.PENDING)
+HAND_BACK = Arrow("job.handed_back", OWNED, Status.PENDING)
+DEFER = Arrow("job.deferred", frozenset({Status.PENDING}), Status.PENDING)
+
+ARROWS = (CLAIM, START, FINISH, SKIP, FAIL, BURY, RETRY, HAND_BACK, DEFER)
+
+
+class ErrorKind(StrEnum):
+    """Why an attempt ended badly; stored as `error_kind`."""
+
+    TRANSIENT = "transient"
+    PERMANENT = "permanent"
+    TIMEOUT = "timeout"
+    WORKER_LOST = "worker_lost"
+    BAD_RESULT = "bad_result"
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    base_s: float
+    cap_s: float
+    max_crashes: int
+
+
+@dataclass(frozen=True)
+class Next:
+    """What follows a failed attempt."""
+
+    arrow: Arrow
+    delay_s: float = 0.0
+
+
+def backoff(attempts: int, policy: RetryPolicy, spin: float | None = None) -> float:
+    """Seconds until the next try: exponential with full jitter, so that a crowd of failures spreads out."""
+    ceiling = min(policy.cap_s, policy.base_s * 2.0 ** min(max(attempts - 1, 0), 60))
+    return ceiling * (random.random() if spin is None else spin)  # noqa: S311 - jitter, not a secret
+
+
+def after_failure(
+    kind: ErrorKind,
+    *,
+    attempts: int,
+    max_attempts: int,
+    crashes: int,
+    policy: RetryPolicy,
+    retry_after_s: float | None = None,
+) -> Next:
+    """Decide what a failed attempt leads to; `attempts` and `crashes` include this one."""
+    if kind in (ErrorKind.PERMANENT, ErrorKind.BAD_RESULT):
+        return Next(FAIL)
+    if attempts >= max_attempts or (kind is ErrorKind.WORKER_LOST and crashes >= policy.max_crashes):
+        return Next(BURY)
+    if kind is ErrorKind.WORKER_LOST:
+        return Next(RETRY)  # nothing speaks against the job itself: it waited long enough already
+    return Next(RETRY, backoff(attempts, policy) if retry_after_s is None else retry_after_s)
+
+
+def new_job_id() -> str:
+    """A fresh id that sorts by time, so that rows of neighbours land on neighbouring pages."""
+    return f"job-{time.time_ns() // 1_000_000:012x}-{os.urandom(8).hex()}"
+
+
+def _named_priority(value: object) -> object:
+    return PRIORITY_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def _default_lane(value: object) -> object:
+    return DEFAULT_LANE if value is None else value
+
+
+def _utc(value: datetime) -> datetime:
+    return value.astimezone(UTC).replace(tzinfo=None)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that is due, as it is announced in its lane."""
+
+    job_id: str
+    type: str
+    trace_context: str | None
+
+
+class JobSpec(BaseModel):
+    """A job as a client describes it. Unknown fields are refused; every field here has an effect."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    type: Annotated[str, Field(pattern=NAME, max_length=64)]
+    payload: dict[str, Any]
+    job_id: Annotated[str, Field(pattern=NAME, max_length=128)] | None = None
+    agent: Annotated[str, Field(pattern=NAME, max_length=128)] = "anonymous"
+    pool_id: Annotated[str, Field(pattern=NAME, max_length=128), BeforeValidator(_default_lane)] = DEFAULT_LANE
+    model_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
+    priority: Annotated[int, Field(ge=-100, le=100), BeforeValidator(_named_priority)] = 0
+    min_memory_mb: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
+    cpu_fallback: bool = False
+    expected_duration_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
+    earliest_start_at: AwareDatetime | None = Field(default=None, strict=False)
+    max_runtime_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
+    max_attempts: Annotated[int, Field(ge=1, le=100)] | None = None
+    tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=32)] = []
+
+    @classmethod
+    def parse(cls, body: object) -> Self:
+        """Validate one submitted body.
+
+        Raises InvalidInput that names the field.
+        """
+        try:
+            return cls.model_validate(body)
+        except ValidationError as invalid:
+            raise _readable(invalid) from None
+
+
+def _readable(invalid: ValidationError) -> InvalidInput:
+    first = invalid.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "body"
+    if first["type"] == "extra_forbidden":
+        return InvalidInput(f"unknown field {field[:80]!r}; see /openapi.json for the fields of a job", field[:80])
+    return InvalidInput(f"{field[:80]}: {first['msg']}", field[:80])
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A validated job on its way into the store: the spec, its canonical payload and its fingerprint."""
+
+    spec: JobSpec
+    job_id: str
+    generated_id: bool
+    payload: str
+    content_hash: str
+    trace_context: str | None = None
+
+    @classmethod
+    def prepare(cls, body: object, max_bytes: int, max_depth: int, trace_context: str | None = None) -> NewJob:
+        """Check a body and fix everything that identifies its content.
+
+        Raises InvalidInput or PayloadTooLarge; nothing has been written then.
+        """
+        spec = JobSpec.parse(body)
+        payload = canonical_json(spec.payload, "payload", max_depth)
+        if len(payload.encode()) > max_bytes:
+            raise PayloadTooLarge(f"payload is larger than {max_bytes} bytes; pass a reference to the data", "payload")
+        options = spec.model_dump_json(exclude={"payload", "job_id"})
+        digest = hashlib.sha256(f"{options}\n{payload}".encode()).hexdigest()
+        return cls(spec, spec.job_id or new_job_id(), spec.job_id is None, payload, digest, trace_context)
+
+    @property
+    def not_before(self) -> datetime | None:
+        return _utc(self.spec.earliest_start_at) if self.spec.earliest_start_at else None
+
+
+def canonical_json(value: object, name: str, max_depth: int) -> str:
+    """The one text form of a JSON value: sorted keys, no spaces, valid UTF-8, no NaN, bounded depth."""
+    _check_depth(value, name, max_depth)
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, TypeError, UnicodeEncodeError) as unfit:
+        raise InvalidInput(f"{name} is not plain JSON: {unfit}", name) from None
+    return text
+
+
+def _check_depth(value: object, name: str, max_depth: int) -> None:
+    """Level by level, not by recursion: the input decides how deep it is."""
+    level, depth = [value], 0
+    while level:
+        level = [child for node in level for child in _children(node)]
+        depth += 1
+        if depth > max_depth:
+            raise InvalidInput(f"{name} is nested deeper than {max_depth} levels", name)
+
+
+def _children(node: object) -> list[object]:
+    if isinstance(node, Mapping):
+        return [child for child in node.values() if isinstance(child, dict | list)]
+    if isinstance(node, list):
+        return [child for child in node if isinstance(child, dict | list)]
+    return []

@@ -1,0 +1,151 @@
+"""What a leader does: a table of duties. Each is a function of the context that returns how much it did.
+
+A duty is idempotent, does a bounded amount per call, and writes only through its term. When it returns a full
+batch it is called again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from orchestrator import jobs as job_rules
+from orchestrator.errors import UnknownDuty
+from orchestrator.jobs import OWNED, RetryPolicy, Status
+from orchestrator.leader.term import Term
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store import jobs, leases, nodes, outbox
+from orchestrator.store.jobs import Claimant, Settled
+from orchestrator.stream.hub import DeadLetter, Hub
+from orchestrator.stream.lane import Lane
+
+#: Rows one transaction of a duty may touch.
+BATCH = 500
+#: Seconds for which an ended lease still answers "ended" instead of "unknown".
+KEEP_ENDED_LEASES_S = 86_400.0
+#: Milliseconds after which an idle consumer of a worker that is gone is removed from its group.
+CONSUMER_IDLE_MS = 60_000
+
+
+@dataclass
+class DutyContext:
+    """What a duty works with. `cursors` remembers, per lane, how far the walk over idle entries has come."""
+
+    term: Term
+    hub: Hub
+    publisher: Publisher
+    settings: Settings
+    cursors: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def retry_policy(self) -> RetryPolicy:
+        return RetryPolicy(self.settings.retry_base_s, self.settings.retry_cap_s, self.settings.max_crashes)
+
+    def lanes(self) -> list[str]:
+        return self.term.db.read(outbox.known_lanes)
+
+
+def publish(context: DutyContext) -> int:
+    """Make due jobs ready and fill every lane's window: the backstop of the nudges."""
+    promoted = context.term.write(lambda conn: outbox.promote_due(conn, BATCH))
+    return promoted + sum(context.publisher.publish(lane) for lane in context.lanes())
+
+
+def repair(context: DutyContext) -> int:
+    """Announce again what the database believes published and the stream does not have."""
+    return sum(_repair_lane(context, lane) for lane in context.lanes())
+
+
+def _repair_lane(context: DutyContext, lane: str) -> int:
+    after_s = context.settings.republish_after_s
+    announced = context.term.db.read(lambda conn: outbox.announced(conn, lane, after_s, BATCH))
+    if not announced:
+        return 0
+    # The entries are read after the rows: what was announced in between is seen, what was claimed is guarded.
+    present = context.hub.lane(lane).job_ids(limit=4 * context.settings.lane_window_max)
+    missing = [job_id for job_id in announced if job_id not in present]
+    return context.term.write(lambda conn: outbox.unpublish(conn, missing, after_s))
+
+
+def purge_leases(context: DutyContext) -> int:
+    """End leases whose holder stopped renewing them, and forget those that ended long ago."""
+    ended = context.term.write(lambda conn: leases.purge(conn, BATCH))
+    context.term.write(lambda conn: leases.forget_ended(conn, KEEP_ENDED_LEASES_S, BATCH))
+    return ended
+
+
+def reclaim(context: DutyContext) -> int:
+    """Give the work of the dead to the living: jobs of lost workers, then entries nobody will finish."""
+    rescued = _reclaim_jobs(context)
+    return rescued + sum(_reclaim_entries(context, context.hub.lane(lane)) for lane in context.lanes())
+
+
+def _reclaim_jobs(context: DutyContext) -> int:
+    timeout = context.settings.worker_timeout_s
+    context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH))
+    rescued = 0
+    for worker in context.term.db.read(lambda conn: nodes.lost_with_jobs(conn, BATCH)):
+        dead = Claimant(worker.worker_id, worker.node_id, worker.pool_id, 0.0, 0.0)
+        policy = context.retry_policy
+        settled = context.term.write(lambda conn, dead=dead: jobs.take_from_dead(conn, dead, policy, BATCH))
+        context.hub.bury([letter for item in settled if (letter := dead_letter(item))])
+        rescued += len(settled)
+    return rescued
+
+
+def dead_letter(item: Settled, entry_id: str = "") -> DeadLetter | None:
+    """The letter for a job whose end was its last."""
+    if item.arrow is not job_rules.BURY:
+        return None
+    end = item.end
+    return DeadLetter(end.job_id, entry_id, end.attempt, end.error or "", str(end.error_kind or "attempts_used_up"))
+
+
+def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
+    """Decide about idle entries by the rows behind them, never by their age alone.
+
+    An entry whose job is owned by a living worker stays. One whose job still waits was read by somebody who died
+    before claiming it: the job is announced anew. One whose job is over, or owned under a newer entry, goes.
+    """
+    idle = lane.take_idle(context.cursors.get(lane.name, "0-0"), context.settings.claim_idle_ms, BATCH)
+    context.cursors[lane.name] = idle.cursor
+    ids = [entry.job_id for entry in idle.entries if entry.job_id]
+    status = context.term.db.read(lambda conn: jobs.statuses(conn, ids)) if ids else {}
+    waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
+    context.term.write(lambda conn: outbox.unpublish(conn, waiting))
+    drop = [entry.entry_id for entry in idle.entries if status.get(entry.job_id or "") not in OWNED]
+    lane.ack_as_leader(context.term.epoch, drop)
+    _forget_consumers(context, lane)
+    return len(drop)
+
+
+def _forget_consumers(context: DutyContext, lane: Lane) -> None:
+    silent = lane.idle_consumers(CONSUMER_IDLE_MS)
+    alive = context.term.db.read(lambda conn: nodes.alive_ids(conn, silent)) if silent else set()
+    for consumer in silent:
+        if consumer not in alive:
+            lane.forget_consumer(consumer)
+
+
+@dataclass(frozen=True)
+class Duty:
+    name: str
+    interval_s: Callable[[Settings], float]
+    run: Callable[[DutyContext], int]
+
+
+DUTIES = (
+    Duty("publish", lambda settings: settings.publish_interval_s, publish),
+    Duty("repair", lambda settings: settings.republish_after_s / 2, repair),
+    Duty("reclaim", lambda settings: settings.reclaim_interval_s, reclaim),
+    Duty("purge_leases", lambda settings: settings.purge_interval_s, purge_leases),
+)
+
+
+def find(name: str) -> Duty:
+    for duty in DUTIES:
+        if duty.name == name:
+            return duty
+    message = f"no duty {name!r}; there are: {', '.join(duty.name for duty in DUTIES)}"
+    raise UnknownDuty(message)

@@ -1,0 +1,130 @@
+"""A term of leadership, and the candidate that wins, keeps and loses it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from orchestrator.errors import OrchestratorError, StaleEpoch
+from orchestrator.settings import Settings
+from orchestrator.store import leadership
+from orchestrator.store.database import Database
+from orchestrator.store.dialect import LeaderLock
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Term:
+    """Leadership under one epoch. Its writes are refused as soon as another epoch leads."""
+
+    db: Database
+    lock_name: str
+    epoch: int
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction that begins with the fence. Raises StaleEpoch; nothing is written then."""
+
+        def fenced(conn: Connection) -> T:
+            leadership.fence(conn, self.lock_name, self.epoch)
+            return work(conn)
+
+        return self.db.write(fenced)
+
+
+class Candidate:
+    """Stands for election and keeps what it wins. Not thread-safe: one thread calls it."""
+
+    def __init__(self, db: Database, settings: Settings, holder: str) -> None:
+        self._db = db
+        self._settings = settings
+        self.holder = holder
+        self._lock: LeaderLock | None = None
+        self._prepared = False
+        self._term: Term | None = None
+        self._trusted_until = float("-inf")
+
+    @property
+    def term(self) -> Term | None:
+        """The term, while it may be trusted; safe to ask from other threads."""
+        return self._term if time.monotonic() < self._trusted_until else None
+
+    def tick(self) -> None:
+        """Win, renew or give up a term; never raises for a server that is away."""
+        try:
+            if self._term is None:
+                self._stand()
+            else:
+                self._keep(self._term)
+        except OrchestratorError as doubt:
+            self._step_down(str(doubt))
+
+    def resign(self) -> None:
+        """Leave in order, so that a successor need not wait."""
+        term, self._term = self._term, None
+        if term is not None:
+            try:
+                self._db.write(lambda conn: leadership.resign(conn, term.lock_name, term.epoch))
+            except OrchestratorError as away:
+                log.warning("could not resign", extra={"error": str(away)})
+        self._drop_lock()
+
+    def _stand(self) -> None:
+        name = self._settings.leader_lock
+        if not self._prepared:
+            leadership.ensure_row(self._db, name)
+            self._lock = self._db.leader_lock()
+            self._prepared = True
+        started = time.monotonic()
+        if self._lock is not None and not (self._lock.held() or self._lock.acquire()):
+            return
+        ttl, lock_held = self._settings.leader_ttl_s, self._lock is not None
+        epoch = self._db.write(lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held))
+        if epoch is not None:
+            self._term = Term(self._db, name, epoch)
+            self._trust_from(started)
+            log.info("leading", extra={"epoch": epoch})
+
+    def _keep(self, term: Term) -> None:
+        started = time.monotonic()
+        if started >= self._trusted_until:
+            raise StaleEpoch(term.epoch)
+        if self._lock is not None and not self._lock.held():
+            raise StaleEpoch(term.epoch)
+        ttl = self._settings.leader_ttl_s
+        self._db.write(lambda conn: leadership.renew(conn, term.lock_name, term.epoch, ttl))
+        self._trust_from(started)
+
+    def _trust_from(self, started: float) -> None:
+        self._trusted_until = started + self._settings.leader_ttl_s - self._settings.leader_trust_margin_s
+
+    def _step_down(self, reason: str) -> None:
+        if self._term is not None:
+            log.warning("stepped down", extra={"epoch": self._term.epoch, "reason": reason})
+        self._term = None
+        self._trusted_until = float("-inf")
+        self._drop_lock()
+
+    def _drop_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def borrow(db: Database, settings: Settings, holder: str) -> Term:
+    """A term for one run of a duty by hand: the living leader's epoch, or a short one of our own."""
+    leadership.ensure_row(db, settings.leader_lock)
+    now = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
+    if now.alive:
+        return Term(db, settings.leader_lock, now.epoch)
+    epoch = db.write(
+        lambda conn: leadership.take(conn, settings.leader_lock, holder, settings.leader_ttl_s, lock_held=False)
+    )
+    return borrow(db, settings, holder) if epoch is None else Term(db, settings.leader_lock, epoch)

@@ -1,0 +1,58 @@
+"""What a GPU lease is: the request, the two answers to it, and the secret that proves it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass, field
+from datetime import datetime
+
+#: Seconds after which a denied request is worth trying again.
+RETRY_AFTER_S = 1.0
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def token_hash(token: str) -> str:
+    """What the database keeps of a token: enough to recognise it, useless to a reader."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class LeaseRequest:
+    agent: str
+    memory_mb: int
+    ttl_s: float
+    gpu_count: int = 1
+    cpu_fallback: bool = False
+    node_id: str | None = None
+    job_id: str | None = None
+    worker_id: str | None = None
+    token: str = field(default_factory=new_token, repr=False)
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    gpu_uuid: str
+    gpu_index: int
+
+
+@dataclass(frozen=True)
+class Granted:
+    request: LeaseRequest
+    mode: str
+    node_id: str | None
+    gpus: tuple[GpuShare, ...]
+    expires_at: datetime
+
+    @property
+    def key(self) -> str:
+        return token_hash(self.request.token)
+
+
+@dataclass(frozen=True)
+class Denied:
+    reason: str
+    retry_after_s: float = RETRY_AFTER_S

@@ -1,0 +1,422 @@
+"""Every setting, in one frozen object, read once at start.
+
+Precedence, highest first:  FLAG  >  CONFIGURATION FILE  >  ENVIRONMENT  >  DEFAULT
+
+THE FILE BEATS THE ENVIRONMENT. Many programs do it the other way round; here a file is what an operator
+decided, and a variable left over in some shell must not overrule it. When a variable seems to be ignored,
+`gpuorch check-config` shows where each value came from.
+
+The file (`--config`, or ORCH_CONFIG) is one flat TOML table of field names; the variables are ORCH_ + the
+field name in capitals. An unknown name is refused, never ignored: a misspelt time limit must not become a
+default in silence. An empty variable is a value, not an absent one: an empty ORCH_DATABASE_URL (a secret that
+was not mounted) must not become a fresh local database.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import SplitResult, urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from orchestrator.errors import ConfigError
+
+SECRET = frozenset({"database_url", "redis_url"})
+
+# The password runs to the LAST @, so that one with a raw @ or / is masked whole; hiding a part of the host as
+# well is the cheaper mistake.
+_USERINFO = re.compile(r"^((?:[A-Za-z][A-Za-z0-9+.-]*://)?+[^:@]*):.*@", re.DOTALL)
+_QUERY_SECRET = re.compile(r"([?&][^=&]*(?:pass|pwd|secret|token)[^=&]*=)[^&]*", re.IGNORECASE)
+
+
+def safe_url(url: str) -> str:
+    """The URL with its password masked, also when the URL is malformed."""
+    return _QUERY_SECRET.sub(r"\1***", _USERINFO.sub(r"\1:***@", url))
+
+
+# What single values must be.
+
+
+def _split(url: str) -> SplitResult:
+    # urlsplit drops tabs and newlines silently, and its own messages quote the password.
+    if not url.isprintable() or " " in url:
+        raise ValueError("must hold no whitespace and no control characters")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ValueError("must be a URL; write special characters of the password as %XX") from None
+    return parts
+
+
+def _database_url(url: str) -> str:
+    parts, (scheme, separator, rest) = _split(url), url.partition("://")
+    if scheme == "sqlite" and separator and not parts.netloc:
+        return url
+    if scheme in {"mysql+pymysql", "mysql", "mariadb"} and parts.path.strip("/"):
+        return f"mysql+pymysql://{rest}"
+    raise ValueError("must be sqlite:///FILE or mysql+pymysql://user:password@host:3306/NAME")
+
+
+def _redis_url(url: str) -> str:
+    parts, (scheme, separator, _) = _split(url), url.partition("://")
+    if scheme in {"redis+sentinel", "redis+cluster"}:
+        raise ValueError(f"this version does not support {scheme}:// yet; use redis:// or rediss://")
+    # The client library quietly takes database 0 for a path that is no number.
+    paths = {"redis": r"(/[0-9]*)?", "rediss": r"(/[0-9]*)?", "unix": r"/.+"}
+    if separator and scheme in paths and re.fullmatch(paths[scheme], parts.path):
+        return url
+    raise ValueError("must be redis://host:6379/0, rediss://host:6379/0 or unix:///SOCKET?db=0")
+
+
+def _host(host: str) -> str:
+    try:
+        open_to_network = host != "localhost" and not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        open_to_network = True
+    if open_to_network:
+        why = "this version has no authentication yet, so it does not listen on a network"
+        raise ValueError(f"must be a loopback address (127.0.0.1, ::1, localhost): {why}")
+    return host
+
+
+def _prefix(text: str) -> str:
+    # Braces would make one hash tag of the prefix and put every lane on one cluster node.
+    if text and all(c.isprintable() and not c.isspace() and c not in "{}" for c in text):
+        return text
+    raise ValueError("must not be empty and must hold no braces, whitespace or control characters")
+
+
+def _gpu_backend(text: str) -> str:
+    if text == "nvml":
+        raise ValueError("this version has no NVML support yet; use auto, none or sim:2x24576")
+    group = r"[1-9][0-9]{0,2}x[1-9][0-9]{0,6}"
+    if text in {"auto", "none"} or re.fullmatch(rf"sim:{group}(,{group})*", text):
+        return text
+    raise ValueError("must be auto, none or sim:NxMB[,NxMB], for example sim:2x24576")
+
+
+def _path(value: object) -> object:
+    if isinstance(value, str) and (not value or "\0" in value):
+        raise ValueError("must be a path")
+    return Path(value) if isinstance(value, str) else value
+
+
+DatabaseUrl = Annotated[str, AfterValidator(_database_url)]
+RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+Host = Annotated[str, AfterValidator(_host)]
+Directory = Annotated[Path, BeforeValidator(_path)]
+Prefix = Annotated[str, AfterValidator(_prefix)]
+LockName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$"), AfterValidator(str.lower)]
+Lane = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+Module = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
+Modules = Annotated[tuple[Module, ...], Field(strict=False)]  # TOML has lists
+GpuBackend = Annotated[str, AfterValidator(_gpu_backend)]
+# Every number has an upper bound (times: a year), so that each wait and each point in time stays computable.
+Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]
+SecondsOrZero = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
+Millis = Annotated[int, Field(gt=0, le=86_400_000)]  # to Redis, BLOCK 0 means for ever
+Port = Annotated[int, Field(ge=0, le=65535)]
+UpTo100 = Annotated[int, Field(ge=1, le=100)]
+UpTo512 = Annotated[int, Field(ge=1, le=512)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Bytes = Annotated[int, Field(ge=1, le=2**30)]
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
+
+def _is(default: Any, description: str) -> Any:
+    return Field(default, description=description)
+
+
+class Settings(BaseModel):
+    """Values and how they must relate; nothing here probes, creates or connects."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+    database_url: DatabaseUrl = _is("sqlite:///.data/orchestrator.db", "the truth: SQLite file or MariaDB")
+    redis_url: RedisUrl = _is("redis://127.0.0.1:6379/0", "the delivery: Redis or Valkey")
+    host: Host = _is("127.0.0.1", "address the API listens on; loopback only in this version")
+    port: Port = _is(8008, "port the API listens on; 0 picks a free one")
+    data_dir: Directory = _is(Path(".data"), "directory of the embedded servers and of local files")
+    stream_prefix: Prefix = _is("stream:orchestrator:", "what the name of every stream begins with")
+    claim_idle_ms: Millis = _is(10_000, "a delivered entry idle for this long is looked at by the leader")
+    job_retry_max: UpTo100 = _is(5, "attempts of a job that does not say max_attempts itself")
+    max_crashes: UpTo100 = _is(2, "a job that killed this many workers is dead-lettered")
+    retry_base_s: Seconds = _is(1.0, "the first retry waits up to this; it doubles with each attempt")
+    retry_cap_s: Seconds = _is(300.0, "longest wait before a retry")
+    leader_lock: LockName = _is("gpu_orchestrator_leader", "name of the leader's lock, in lower case")
+    leader_ttl_s: Seconds = _is(10.0, "a leader that does not renew for this long is replaced")
+    leader_interval_s: Seconds = _is(0.5, "how often a candidate tries and a leader renews")
+    leader_trust_margin_s: Seconds = _is(2.0, "a leader stops trusting its term this long before it expires")
+    lease_ttl_s: Seconds = _is(60.0, "how long a GPU lease lives without a heartbeat, by default")
+    lease_ttl_max_s: Seconds = _is(86_400.0, "longest lease a client may ask for")
+    worker_timeout_s: Seconds = _is(10.0, "a worker silent for this long is dead")
+    worker_heartbeat_s: Seconds = _is(2.0, "how often a worker says that it lives")
+    worker_slots: UpTo512 = _is(4, "jobs that one worker runs at the same time")
+    worker_grace_s: SecondsOrZero = _is(5.0, "time running jobs get at SIGTERM before they are handed back")
+    worker_pool: Lane | None = _is(None, "pool whose lane the worker serves; absent: the default lane")
+    worker_handlers: Modules = _is((), "modules that hold handlers; comma separated in the environment")
+    gpu_backend: GpuBackend = _is("auto", "auto, none, or simulated GPUs as sim:NxMB[,NxMB]")
+    gpu_mem_gate_pct: UpTo100 = _is(90, "share of a GPU's memory that leases may use, in percent")
+    gpu_sample_s: Seconds = _is(1.0, "how often GPUs are measured")
+    gpu_stale_s: Seconds = _is(5.0, "a GPU not measured for this long grants no lease")
+    lane_window_min: Count = _is(128, "entries kept published per lane, at least")
+    lane_window_max: Count = _is(4096, "entries kept published per lane, at most")
+    payload_max_bytes: Bytes = _is(1_048_576, "largest payload of a job")
+    payload_max_depth: UpTo512 = _is(64, "deepest nesting of a payload")
+    batch_max_jobs: Count = _is(1000, "most jobs in one batch submit")
+    wait_max_s: Seconds = _is(60.0, "longest time a request may wait for a job to finish")
+    db_pool_size: UpTo512 = _is(10, "database connections per process")
+    db_timeout_s: Seconds = _is(10.0, "limit to connect to the database, read, write and wait for a lock")
+    redis_block_ms: Millis = _is(2000, "how long one read waits for entries")
+    redis_timeout_s: Seconds = _is(5.0, "limit to connect to Redis and for each of its answers")
+    publish_interval_s: Seconds = _is(0.5, "how often the leader publishes what others left")
+    republish_after_s: Seconds = _is(5.0, "a published job missing in Redis this long is published again")
+    reclaim_interval_s: Seconds = _is(1.0, "how often the leader takes jobs back from dead workers")
+    purge_interval_s: Seconds = _is(1.0, "how often the leader removes expired leases")
+    log_format: LogFormat = _is("console", "console for people, json for machines")
+    log_level: LogLevel = _is("info", "debug, info, warning, error or critical")
+
+    @model_validator(mode="after")
+    def _related(self, info: ValidationInfo) -> Self:
+        broken = [] if info.context is _FIELDS_ONLY else broken_relations(self)
+        if broken:
+            raise ValueError("; ".join(broken))
+        return self
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        for key, value in super().__repr_args__():
+            yield key, safe_url(value) if key in SECRET else value
+
+    def environment(self) -> dict[str, str]:
+        """Variables that give a child process these very settings. They hold the passwords."""
+        values = {key: getattr(self, key) for key in FIELDS}
+        return {_variable(key): _to_text(v) for key, v in values.items() if v != FIELDS[key].default}
+
+
+FIELDS = Settings.model_fields
+_FIELDS_ONLY = {"relations": "are checked by the caller"}
+
+
+# How values must relate.
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`short`, taken `times` times, fits into `long` less `reserve`; times in ms are read as seconds."""
+
+    short: str
+    times: int
+    long: str
+    why: str
+    reserve: str | None = None
+    strict: bool = False
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for key in (self.short, self.long, self.reserve) if key]
+
+    def holds(self, settings: Settings) -> bool:
+        room = _number(settings, self.long) - (_number(settings, self.reserve) if self.reserve else 0)
+        need = _number(settings, self.short) * self.times
+        # The billionth: 3 * 0.1 fits into 0.3 despite binary fractions.
+        return need < room if self.strict else need <= room + 1e-9
+
+    def message(self, settings: Settings) -> str:
+        values = ", ".join(f"{key} = {getattr(settings, key)}" for key in self.keys)
+        factor = f" times {self.times}" if self.times > 1 else ""
+        bound = "must be less than" if self.strict else "must not exceed"
+        less, or_lower = (f" less {self.reserve}", f" or {self.reserve}") if self.reserve else ("", "")
+        rule = f"{self.short}{factor} {bound} {self.long}{less}"
+        return f"{values}: {rule} ({self.why}); raise {self.long} or lower {self.short}{or_lower}"
+
+
+RELATIONS = (
+    Relation("worker_heartbeat_s", 3, "worker_timeout_s", "two lost heartbeats are no death"),
+    Relation("worker_heartbeat_s", 3, "lease_ttl_s", "two lost heartbeats must not cost the lease"),
+    Relation("lease_ttl_s", 1, "lease_ttl_max_s", "the default lease must itself be allowed"),
+    Relation("gpu_sample_s", 3, "gpu_stale_s", "two lost samples must not close the gate"),
+    Relation(
+        "leader_interval_s", 3, "leader_ttl_s", "two renewals may be lost", reserve="leader_trust_margin_s"
+    ),
+    Relation("redis_block_ms", 1, "redis_timeout_s", "an idle read is no dead server", strict=True),
+    Relation("worker_heartbeat_s", 2, "claim_idle_ms", "an entry is not idle before its owner could say so"),
+    Relation("lane_window_min", 1, "lane_window_max", "the window needs room"),
+    Relation("retry_base_s", 1, "retry_cap_s", "the first wait is not above the longest"),
+    Relation("publish_interval_s", 2, "republish_after_s", "what was just sent must not be sent twice"),
+)
+
+
+def _number(settings: Settings, key: str) -> float:
+    value: float = getattr(settings, key)
+    return value / 1000 if key.endswith("_ms") else value
+
+
+def broken_relations(settings: Settings, doubtful: Iterable[str] = ()) -> list[str]:
+    """A message per broken relation, save those with a key whose value is not really known."""
+    unknown = set(doubtful)
+    return [r.message(settings) for r in RELATIONS if unknown.isdisjoint(r.keys) and not r.holds(settings)]
+
+
+# Reading the layers.
+
+
+@dataclass(frozen=True)
+class Given:
+    value: object
+    source: str
+    written: object  # as a person wrote it, for messages: 1e400, not inf
+
+
+@dataclass(frozen=True)
+class Loaded:
+    settings: Settings
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    field: str
+    value: str
+    source: str
+    description: str
+
+
+def load(
+    cli: Mapping[str, object] = MappingProxyType({}),
+    config_file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Flags beat the FILE, the FILE BEATS THE ENVIRONMENT, the environment beats the defaults.
+
+    Raises ConfigError that lists every problem found, not only the first.
+    """
+    problems: list[str] = []
+    path = config_file or (Path(environ["ORCH_CONFIG"]) if "ORCH_CONFIG" in environ else None)
+    table = _read_table(path, problems) if path else {}
+    given = _environment_layer(environ, problems) | _layer(table or {}, f"file {path}", problems)
+    given |= _flag_layer(cli, problems)
+    # Without its file no value is really known, so nothing is said about how they relate.
+    settings = _validate(given, doubtful=FIELDS if table is None else (), problems=problems)
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n- ".join([f"{count} in the configuration:", *problems]))
+    return Loaded(settings, {key: given[key].source if key in given else "default" for key in FIELDS})
+
+
+def describe(loaded: Loaded) -> list[Row]:
+    """One row per setting, in the order of definition, without passwords."""
+    texts = {key: _to_text(getattr(loaded.settings, key)) for key in FIELDS}
+    shown = {key: safe_url(text) if key in SECRET else text for key, text in texts.items()}
+    return [Row(key, shown[key], loaded.sources[key], f.description or "") for key, f in FIELDS.items()]
+
+
+def _environment_layer(environ: Mapping[str, str], problems: list[str]) -> dict[str, Given]:
+    fields = {_variable(key): key for key in FIELDS}
+    ours = [name for name in environ if name.startswith("ORCH_") and name != "ORCH_CONFIG"]
+    known = [(name, fields[name], environ[name]) for name in _known(ours, fields, "environment", problems)]
+    return {key: Given(_from_text(key, text), f"environment {name}", text) for name, key, text in known}
+
+
+def _flag_layer(cli: Mapping[str, object], problems: list[str]) -> dict[str, Given]:
+    given = _layer({key: value for key, value in cli.items() if value is not None}, "flag", problems)
+    texts = {key: item.value for key, item in given.items() if isinstance(item.value, str)}
+    return given | {key: Given(_from_text(key, text), "flag", text) for key, text in texts.items()}
+
+
+def _layer(values: Mapping[str, object], source: str, problems: list[str]) -> dict[str, Given]:
+    return {key: Given(values[key], source, values[key]) for key in _known(values, FIELDS, source, problems)}
+
+
+def _known(names: Iterable[str], fields: Iterable[str], where: str, problems: list[str]) -> list[str]:
+    """Those of `names` that exist; each other one is a problem, with what was probably meant."""
+    found, allowed = list(names), list(fields)
+    for name in found:
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            problems.append(f"unknown setting {name} ({where}){hint}")
+    return [name for name in found if name in allowed]
+
+
+def _read_table(path: Path, problems: list[str]) -> dict[str, object] | None:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"cannot read the configuration file {path}: {error.strerror}")
+    except (ValueError, RecursionError) as error:  # syntax, not UTF-8, absurd numbers or nesting
+        problems.append(f"the configuration file {path} is not valid TOML: {error}")
+    return None
+
+
+def _validate(given: Mapping[str, Given], doubtful: Iterable[str], problems: list[str]) -> Settings:
+    """The settings; when this adds to `problems`, bad values were replaced by defaults to find more."""
+    values, bad = {key: item.value for key, item in given.items()}, set(doubtful)
+    try:
+        settings = Settings.model_validate(values, context=_FIELDS_ONLY)
+    except ValidationError as error:
+        details = [(str(d["loc"][0]), d["msg"]) for d in error.errors()]
+        problems += [_field_message(key, given[key], message) for key, message in details]
+        refused = {key for key, _ in details}
+        rest = {key: value for key, value in values.items() if key not in refused}
+        settings, bad = Settings.model_validate(rest, context=_FIELDS_ONLY), bad | refused
+    problems += broken_relations(settings, bad)
+    return settings
+
+
+def _field_message(key: str, item: Given, message: str) -> str:
+    expected = re.sub(r"^(Input|String) should ", "must ", message.removeprefix("Value error, "))
+    return f"{key} = {_shown(key, item.written)} ({item.source}): {expected}"
+
+
+def _shown(key: str, value: object) -> str:
+    if isinstance(value, str):  # whatever the key: a URL may sit in the wrong variable
+        value = safe_url(value)
+    elif key in SECRET:
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+# Text, as the environment has it.
+
+
+def _variable(key: str) -> str:
+    return f"ORCH_{key.upper()}"
+
+
+def _from_text(key: str, text: str) -> object:
+    """What the text means for this field; text that does not fit stays as it is, to be refused."""
+    kind = FIELDS[key].annotation
+    if kind is int and re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        return int(text)
+    if kind is float and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        return float(text)
+    if key == "worker_handlers":
+        return tuple(part.strip() for part in text.split(",")) if text else ()
+    return text
+
+
+def _to_text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return "" if value is None else str(value)

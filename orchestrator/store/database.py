@@ -1,0 +1,85 @@
+"""Connections and transactions: `write` runs a function in one transaction, `read` outside of any."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from orchestrator.errors import DatabaseUnavailable
+from orchestrator.settings import Settings, safe_url
+from orchestrator.store.dialect import LeaderLock, dialect_of
+
+T = TypeVar("T")
+
+#: Runs of one transaction before contention is given up on and reported.
+MAX_RUNS = 8
+#: A broken connection is tried again at once, a few times: a restarted server leaves many dead ones in the pool.
+MAX_RECONNECTS = 3
+
+
+class Database:
+    """One process's access to the database. Thread-safe; open it after fork, once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._dialect = dialect_of(settings.database_url)
+        self.engine: Engine = self._dialect.engine(settings)
+        self._reader: Engine = self._dialect.engine(settings, autocommit=True)
+
+    def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in one transaction, again from its start when rows were contended or the connection broke.
+
+        A connection that breaks during COMMIT leaves it unknown whether the work was done; `work` is written to
+        find its own traces then. Raises DatabaseUnavailable when the server cannot be reached.
+        """
+        return self._run(self.engine, work, transaction=True)
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` on a connection where every statement stands alone."""
+        return self._run(self._reader, work, transaction=False)
+
+    def ping(self) -> None:
+        """Raises DatabaseUnavailable when the database does not answer."""
+        self.read(lambda conn: conn.execute(text("SELECT 1")).scalar())
+
+    def leader_lock(self) -> LeaderLock | None:
+        return self._guard(lambda: self._dialect.leader_lock(self.engine, self.settings))
+
+    def close(self) -> None:
+        self.engine.dispose()
+        self._reader.dispose()
+
+    def _run(self, engine: Engine, work: Callable[[Connection], T], *, transaction: bool) -> T:
+        reconnects = 0
+        for run in range(1, MAX_RUNS + 1):
+            try:
+                with engine.begin() if transaction else engine.connect() as connection:
+                    return work(connection)
+            except IntegrityError:
+                raise
+            except DBAPIError as error:
+                if error.connection_invalidated and reconnects < MAX_RECONNECTS:
+                    reconnects += 1
+                elif run < MAX_RUNS and self._dialect.is_contention(error):
+                    time.sleep(random.uniform(0, 0.005 * 2**run))  # noqa: S311 - jitter
+                else:
+                    raise self._unavailable(error) from error
+            except PoolTimeout as error:
+                raise self._unavailable(error) from error
+        raise AssertionError  # the last run returns or raises
+
+    def _guard(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except SQLAlchemyError as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: SQLAlchemyError) -> DatabaseUnavailable:
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        return DatabaseUnavailable(f"{safe_url(self.settings.database_url)}: {cause}")

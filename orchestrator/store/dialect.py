@@ -1,0 +1,251 @@
+"""Every difference between MariaDB and SQLite: types, clock, connections, errors, the leader's lock.
+
+Elsewhere in the store the same statements run on both. A difference is a construct that compiles per database
+(`utc_now`, `utc_shift`) or a method of `Dialect`, never a condition at the place of use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from sqlalchemy import Connection, DateTime, Engine, Text, create_engine, event, make_url, text
+from sqlalchemy.dialects import mysql
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import ColumnElement
+from sqlalchemy.sql.functions import FunctionElement
+
+from orchestrator.errors import ConfigError
+from orchestrator.settings import Settings
+
+LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+#: Microseconds on MariaDB; SQLite keeps text in the same shape, so both sort and compare.
+UtcDateTime = DateTime().with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+
+
+class utc_now(FunctionElement[Any]):  # noqa: N801 - reads as the SQL function it is
+    """The database's clock, UTC, microseconds."""
+
+    type = DateTime()
+    inherit_cache = True
+
+
+class utc_shift(FunctionElement[Any]):  # noqa: N801
+    """`utc_shift(seconds)`: the database's clock moved by a bound number of seconds."""
+
+    type = DateTime()
+    inherit_cache = True
+
+
+@compiles(utc_now, "mysql", "mariadb")
+def _now_mysql(_element: utc_now, _compiler: Any, **_kw: Any) -> str:
+    return "utc_timestamp(6)"
+
+
+@compiles(utc_now, "sqlite")
+def _now_sqlite(_element: utc_now, _compiler: Any, **_kw: Any) -> str:
+    return "(strftime('%Y-%m-%d %H:%M:%f000', 'now'))"
+
+
+@compiles(utc_shift, "mysql", "mariadb")
+def _shift_mysql(element: utc_shift, compiler: Any, **kw: Any) -> str:
+    return f"(utc_timestamp(6) + INTERVAL (1000000 * {compiler.process(element.clauses, **kw)}) MICROSECOND)"
+
+
+@compiles(utc_shift, "sqlite")
+def _shift_sqlite(element: utc_shift, compiler: Any, **kw: Any) -> str:
+    seconds = compiler.process(element.clauses, **kw)
+    return f"strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('%+.3f seconds', {seconds}))"
+
+
+class LeaderLock(Protocol):
+    """A mutual-exclusion hint: quick to notice a dead holder, never the proof of leadership."""
+
+    def acquire(self) -> bool:
+        """Take it without waiting; True when this process now holds it."""
+
+    def held(self) -> bool:
+        """Whether it is certainly still ours. Doubt is False."""
+
+    def release(self) -> None: ...
+
+
+class Dialect(Protocol):
+    def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
+        """Connections for transactions; with `autocommit`, for single reads that stand alone and take no locks."""
+
+    def is_contention(self, error: DBAPIError) -> bool:
+        """Whether the same transaction may succeed when simply run again."""
+
+    def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
+        """The lock, or None where the server's lock proves nothing and only the row may decide."""
+
+
+def dialect_of(url: str) -> Dialect:
+    name = make_url(url).get_backend_name()
+    if name == "sqlite":
+        return SQLite()
+    if name in {"mysql", "mariadb"}:
+        return MariaDB()
+    message = f"database_url: {name!r} is not supported; use mysql+pymysql:// or sqlite://"
+    raise ConfigError(message)
+
+
+class MariaDB:
+    #: 1213 deadlock, 1205 lock wait, 1020 row changed since read (innodb_snapshot_isolation).
+    CONTENTION = frozenset({1213, 1205, 1020})
+    LOCK_WAIT_S = 5
+
+    def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
+        limit = settings.db_timeout_s
+        engine = create_engine(
+            settings.database_url,
+            isolation_level="AUTOCOMMIT" if autocommit else "READ COMMITTED",
+            pool_size=settings.db_pool_size,
+            max_overflow=settings.db_pool_size,
+            pool_timeout=limit,
+            pool_recycle=3600,
+            # Every transaction here ends by commit or rollback; the pool's own rollback would be a round trip more.
+            pool_reset_on_return=None,
+            connect_args={"connect_timeout": limit, "read_timeout": limit, "write_timeout": limit},
+        )
+        event.listen(engine, "connect", self._prepare_session)
+        return engine
+
+    def is_contention(self, error: DBAPIError) -> bool:
+        return isinstance(error.orig, Exception) and bool(error.orig.args) and error.orig.args[0] in self.CONTENTION
+
+    def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
+        with engine.connect() as connection:
+            # On Galera the lock is local to one server (or refused): only the fenced row may decide.
+            galera = connection.execute(text("SHOW GLOBAL VARIABLES LIKE 'wsrep_on'")).fetchone()
+            connection.rollback()
+        if galera is not None and galera[1] == "ON":
+            return None
+        return ServerLock(engine, settings.leader_lock, settings.leader_ttl_s)
+
+    def _prepare_session(self, connection: Any, _record: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET time_zone = '+00:00', innodb_lock_wait_timeout = {self.LOCK_WAIT_S}")
+
+
+class SQLite:
+    def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
+        path = make_url(settings.database_url).database
+        if not path or path == ":memory:":
+            message = "database_url: SQLite needs a file, since several processes share it"
+            raise ConfigError(message)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        engine = create_engine(
+            settings.database_url,
+            pool_size=settings.db_pool_size,
+            max_overflow=settings.db_pool_size,
+            connect_args={"timeout": settings.db_timeout_s},
+            **({"isolation_level": "AUTOCOMMIT"} if autocommit else {}),
+        )
+        event.listen(engine, "connect", self._prepare_session)
+        if not autocommit:
+            event.listen(engine, "begin", self._begin_immediate)
+        return engine
+
+    def is_contention(self, error: DBAPIError) -> bool:
+        return isinstance(error, OperationalError) and "locked" in str(error.orig)
+
+    def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
+        return FileLock(Path(f"{engine.url.database}.{settings.leader_lock}"))
+
+    def _prepare_session(self, connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver's own BEGIN would be a deferred one
+        for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    def _begin_immediate(self, connection: Connection) -> None:
+        # A transaction that reads first and writes later could not be upgraded when another wrote in between.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+class ServerLock:
+    """MariaDB's GET_LOCK on a connection of its own, which no pool may recycle.
+
+    The session's wait_timeout makes the server itself end a holder that is frozen. The lock is taken once and
+    then only looked at: taking it again would stack, and one release would not free it.
+    """
+
+    def __init__(self, engine: Engine, name: str, ttl_s: float) -> None:
+        self._engine = engine
+        self._name = name
+        self._idle_limit_s = max(1, round(ttl_s))
+        self._connection: Connection | None = None
+
+    def acquire(self) -> bool:
+        if self._connection is None:
+            self._connection = self._engine.connect()
+            self._connection.detach()
+            self._connection = self._connection.execution_options(isolation_level="AUTOCOMMIT")
+            self._connection.execute(text("SET SESSION wait_timeout = :limit"), {"limit": self._idle_limit_s})
+        # NULL means error, not success.
+        return self._ask("SELECT GET_LOCK(:name, 0)") == 1
+
+    def held(self) -> bool:
+        return self._connection is not None and self._ask("SELECT IS_USED_LOCK(:name) = CONNECTION_ID()") == 1
+
+    def release(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.invalidate()
+
+    def _ask(self, question: str) -> object:
+        assert self._connection is not None  # noqa: S101 - callers check
+        try:
+            return self._connection.execute(text(question), {"name": self._name}).scalar()
+        except DBAPIError:
+            self.release()
+            raise
+
+
+class FileLock:
+    """flock on a file beside the database: the kernel frees it when the process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self) -> bool:
+        fd = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        self._fd = fd
+        return True
+
+    def held(self) -> bool:
+        return self._fd is not None
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def seconds_since(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Age of a timestamp in seconds by the database's clock."""
+    return _SecondsSince(column)
+
+
+class _SecondsSince(FunctionElement[Any]):
+    inherit_cache = True
+
+
+@compiles(_SecondsSince, "mysql", "mariadb")
+def _since_mysql(element: _SecondsSince, compiler: Any, **kw: Any) -> str:
+    return f"(timestampdiff(MICROSECOND, {compiler.process(element.clauses, **kw)}, utc_timestamp(6)) / 1000000)"
+
+
+@compiles(_SecondsSince, "sqlite")
+def _since_sqlite(element: _SecondsSince, compiler: Any, **kw: Any) -> str:
+    return f"((julianday('now') - julianday({compiler.process(element.clauses, **kw)})) * 86400.0)"

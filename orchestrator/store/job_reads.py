@@ -1,0 +1,137 @@
+"""Questions about jobs. None of these take a lock, and each follows an index."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, and_, func, or_, select
+
+from orchestrator.errors import InvalidInput, JobNotFound, ResultNotFound
+from orchestrator.jobs import OWNED, TERMINAL, Status
+from orchestrator.store.dialect import seconds_since
+from orchestrator.store.schema import jobs, results
+
+#: Columns that are nobody's business outside.
+_HIDDEN = {"payload_hash", "lease_token", "delayed", "rank"}
+_SHOWN = [column for column in jobs.c if column.name not in _HIDDEN]
+#: A page of jobs leaves out what may be a megabyte each.
+_LISTED = [column for column in _SHOWN if column.name != "payload"]
+
+
+@dataclass(frozen=True)
+class Filter:
+    status: Status | None = None
+    agent: str | None = None
+    pool_id: str | None = None
+    type: str | None = None
+
+
+def get(conn: Connection, job_id: str) -> dict[str, Any]:
+    """The whole record, with the result when there is one. Raises JobNotFound."""
+    row = conn.execute(select(*_SHOWN).where(jobs.c.job_id == job_id)).one_or_none()
+    if row is None:
+        raise JobNotFound(job_id)
+    record = _readable(row._asdict())
+    record["payload"] = json.loads(row.payload)
+    if row.status == Status.DONE:
+        record |= result(conn, job_id)
+    return record
+
+
+def result(conn: Connection, job_id: str) -> dict[str, Any]:
+    """What a finished job returned. Raises JobNotFound or ResultNotFound."""
+    row = conn.execute(
+        select(results.c.attempt, results.c.result, results.c.run_seconds).where(results.c.job_id == job_id)
+    ).one_or_none()
+    if row is None:
+        raise ResultNotFound(job_id, status(conn, job_id))
+    return {"result": json.loads(row.result), "run_seconds": row.run_seconds}
+
+
+def status(conn: Connection, job_id: str) -> str:
+    found: str | None = conn.execute(select(jobs.c.status).where(jobs.c.job_id == job_id)).scalar()
+    if found is None:
+        raise JobNotFound(job_id)
+    return found
+
+
+def terminal_among(conn: Connection, job_ids: list[str]) -> set[str]:
+    """Which of these jobs have reached their end (or do not exist), in one question for all who wait."""
+    rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
+    running = {row.job_id for row in rows if row.status not in TERMINAL}
+    return set(job_ids) - running
+
+
+def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
+    """Newest first; the cursor of the next page, or None at the end."""
+    conditions = [
+        column == value
+        for column, value in (
+            (jobs.c.status, wanted.status),
+            (jobs.c.agent, wanted.agent),
+            (jobs.c.lane, wanted.pool_id),
+            (jobs.c.type, wanted.type),
+        )
+        if value is not None
+    ]
+    if cursor is not None:
+        created_at, job_id = _decode(cursor)
+        older = or_(jobs.c.created_at < created_at, and_(jobs.c.created_at == created_at, jobs.c.job_id < job_id))
+        conditions.append(older)
+    query = select(*_LISTED).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.job_id.desc())
+    rows = conn.execute(query.limit(limit + 1)).all()
+    following = _encode(rows[limit - 1]) if len(rows) > limit else None
+    return [_readable(row._asdict()) for row in rows[:limit]], following
+
+
+def _encode(row: Any) -> str:
+    return base64.urlsafe_b64encode(f"{row.created_at.isoformat()} {row.job_id}".encode()).decode()
+
+
+def _decode(cursor: str) -> tuple[datetime, str]:
+    try:
+        created_at, job_id = base64.urlsafe_b64decode(cursor.encode()).decode().split(" ", 1)
+        return datetime.fromisoformat(created_at), job_id
+    except (ValueError, binascii.Error):
+        message = "cursor: not one that this server gave out; start again without it"
+        raise InvalidInput(message, "cursor") from None
+
+
+def _readable(record: dict[str, Any]) -> dict[str, Any]:
+    record["tags"] = json.loads(record["tags"]) if record["tags"] else []
+    record["pool_id"] = record.pop("lane")
+    return record
+
+
+@dataclass(frozen=True)
+class LaneDepth:
+    lane: str
+    pending: int
+    running: int
+    oldest_s: float
+
+
+def depths(conn: Connection) -> list[LaneDepth]:
+    """Per lane: jobs that wait and are due, jobs that run, and the age of the oldest that waits."""
+    waiting = conn.execute(
+        select(jobs.c.lane, func.count(), func.max(seconds_since(jobs.c.created_at)))
+        .where(jobs.c.status == Status.PENDING, jobs.c.delayed.is_(False))
+        .group_by(jobs.c.lane)
+    ).all()
+    running = dict(
+        conn.execute(
+            select(jobs.c.lane, func.count()).where(jobs.c.status.in_(sorted(OWNED))).group_by(jobs.c.lane)
+        )
+        .tuples()
+        .all()
+    )
+    by_lane = {lane: (count, float(oldest or 0)) for lane, count, oldest in waiting}
+    return [
+        LaneDepth(lane, by_lane.get(lane, (0, 0.0))[0], running.get(lane, 0), by_lane.get(lane, (0, 0.0))[1])
+        for lane in sorted({*by_lane, *running})
+    ]

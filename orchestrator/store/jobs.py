@@ -1,0 +1,551 @@
+"""The life of a job in the database: submit, then one arrow after the other.
+
+Every change of status goes through `_move`: one UPDATE guarded by the states the arrow may leave and by the
+attempt that claims to own the job. Its audit row is written in the same transaction by the same functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from sqlalchemy import Connection, Row, Update, bindparam, case, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from orchestrator import jobs as job_rules
+from orchestrator.errors import DatabaseUnavailable
+from orchestrator.jobs import Arrow, ErrorKind, NewJob, RetryPolicy, Status
+from orchestrator.leases import Denied, Granted, LeaseRequest
+from orchestrator.ranking import rank
+from orchestrator.store import audit, leases
+from orchestrator.store.database import Database
+from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.schema import jobs, lanes, results
+
+#: Characters of an error that are kept.
+MAX_ERROR = 4000
+
+
+class Verdict(Enum):
+    """What became of a submitted job."""
+
+    CREATED = "created"
+    EXISTS = "exists"
+    CONFLICT = "conflict"
+
+
+# ── submit ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def submit(db: Database, batch: Sequence[NewJob], default_max_attempts: int, actor: str | None = None) -> list[Verdict]:
+    """Store new jobs in one transaction; a verdict for each, in order.
+
+    A job_id that another process inserts at the same moment breaks the statement, not the promise: the batch
+    runs again and then finds that row.
+    """
+    for _ in range(10):
+        try:
+            return db.write(lambda conn: _submit(conn, batch, default_max_attempts, actor))
+        except IntegrityError as duplicate:
+            last = duplicate
+    message = f"submit met duplicate keys ten times in a row: {last.orig}"
+    raise DatabaseUnavailable(message)
+
+
+def _submit(conn: Connection, batch: Sequence[NewJob], default_max_attempts: int, actor: str | None) -> list[Verdict]:
+    known = _known_hashes(conn, [job.job_id for job in batch if not job.generated_id])
+    verdicts, fresh = [], []
+    for job in batch:
+        if job.job_id not in known:
+            known[job.job_id] = job.content_hash
+            fresh.append(job)
+            verdicts.append(Verdict.CREATED)
+        else:
+            verdicts.append(Verdict.EXISTS if known[job.job_id] == job.content_hash else Verdict.CONFLICT)
+    if fresh:
+        _insert_jobs(conn, fresh, default_max_attempts, actor)
+    return verdicts
+
+
+def _known_hashes(conn: Connection, job_ids: list[str]) -> dict[str, str]:
+    if not job_ids:
+        return {}
+    rows = conn.execute(select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(job_ids)))
+    return {row.job_id: row.payload_hash for row in rows}
+
+
+def _insert_jobs(conn: Connection, fresh: list[NewJob], default_max_attempts: int, actor: str | None) -> None:
+    now = conn.execute(select(utc_now())).scalar_one()
+    rows = [_job_row(job, now, position, default_max_attempts) for position, job in enumerate(fresh)]
+    _remember_lanes(conn, {row["lane"] for row in rows})
+    # In key order: two batches that share ids then wait for each other instead of deadlocking.
+    conn.execute(insert(jobs), sorted(rows, key=lambda row: str(row["job_id"])))
+    audit.record(
+        conn,
+        [
+            audit.Event("job.submitted", job_id=job.job_id, pool_id=job.spec.pool_id, actor=actor or job.spec.agent)
+            for job in fresh
+        ],
+    )
+
+
+def _job_row(job: NewJob, now: datetime, position: int, default_max_attempts: int) -> dict[str, Any]:
+    spec = job.spec
+    return {
+        "job_id": job.job_id,
+        "type": spec.type,
+        "payload": job.payload,
+        "payload_hash": job.content_hash,
+        "agent": spec.agent,
+        "lane": spec.pool_id,
+        "model_id": spec.model_id,
+        "priority": spec.priority,
+        "rank": rank(now, spec.priority, position),
+        "min_memory_mb": spec.min_memory_mb,
+        "gpu_count": spec.gpu_count,
+        "cpu_fallback": spec.cpu_fallback,
+        "expected_duration_sec": spec.expected_duration_sec,
+        "max_runtime_sec": spec.max_runtime_sec,
+        "max_attempts": spec.max_attempts or default_max_attempts,
+        "tags": json.dumps(spec.tags) if spec.tags else None,
+        "trace_context": job.trace_context,
+        "delayed": job.not_before is not None and job.not_before > now,
+        "not_before": job.not_before,
+        "created_at": now,
+    }
+
+
+def _remember_lanes(conn: Connection, names: set[str]) -> None:
+    known = set(conn.execute(select(lanes.c.lane).where(lanes.c.lane.in_(names))).scalars())
+    if new := names - known:
+        conn.execute(insert(lanes), [{"lane": name} for name in sorted(new)])
+
+
+# ── the one way to change a status ──────────────────────────────────────────────────────────────────────────────
+
+
+@lru_cache(maxsize=64)
+def _move_statement(arrow: Arrow, columns: tuple[str, ...]) -> Update:
+    return (
+        update(jobs)
+        .where(
+            jobs.c.job_id.in_(bindparam("ids", expanding=True)),
+            jobs.c.status.in_(sorted(arrow.source)),
+            jobs.c.attempt == bindparam("owned_attempt"),
+        )
+        .values(
+            {"status": arrow.target, "updated_at": utc_now()}
+            | {column: bindparam(f"set_{column}") for column in columns}
+            | _CONSEQUENCES.get(arrow, {})
+        )
+    )
+
+
+#: Columns that always change with an arrow, beside the status.
+_UNOWNED = {"worker_id": None, "lease_token": None, "published_at": None, "progress": None, "progress_note": None}
+_ENDED = {"finished_at": utc_now(), "lease_token": None}
+_DUE = {"delayed": bindparam("delay_s") > 0, "not_before": utc_shift(bindparam("delay_s"))}
+_CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
+    job_rules.CLAIM: {
+        "attempt": jobs.c.attempt + 1,
+        "attempts": jobs.c.attempts + 1,
+        "claimed_at": utc_now(),
+        "started_at": None,
+        "wait_reason": None,
+    },
+    job_rules.START: {"started_at": utc_now()},
+    job_rules.FINISH: _ENDED,
+    job_rules.SKIP: _ENDED,
+    job_rules.FAIL: _ENDED,
+    job_rules.BURY: _ENDED,
+    job_rules.RETRY: _UNOWNED | _DUE,
+    job_rules.HAND_BACK: _UNOWNED | {"attempts": jobs.c.attempts - 1, "delayed": False, "not_before": None},
+    job_rules.DEFER: {"published_at": None} | _DUE,
+}
+
+
+def _move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], **values: Any) -> int:
+    """Move jobs along one arrow while they are where it starts and `attempt` is still theirs; how many moved.
+
+    `delay_s` is no column: it says when the job is due again.
+    """
+    delay = {"delay_s": values.pop("delay_s")} if "delay_s" in values else {}
+    parameters = {"ids": list(job_ids), "owned_attempt": attempt} | delay
+    parameters |= {f"set_{column}": value for column, value in values.items()}
+    return conn.execute(_move_statement(arrow, tuple(sorted(values))), parameters).rowcount
+
+
+def _by_attempt(rows: Sequence[Row[Any]]) -> list[tuple[int, list[str]]]:
+    ordered = sorted(rows, key=lambda row: int(row.attempt))
+    return [(attempt, [row.job_id for row in group]) for attempt, group in groupby(ordered, lambda row: row.attempt)]
+
+
+# ── claim ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """The worker that claims, and the terms on which it takes leases."""
+
+    worker_id: str
+    node_id: str
+    pool_id: str
+    lease_ttl_s: float
+    gpu_stale_s: float
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job that is ours under `attempt`."""
+
+    job_id: str
+    attempt: int
+    type: str
+    payload: str
+    agent: str
+    model_id: str | None
+    max_runtime_sec: float | None
+    trace_context: str | None
+    lease: Granted | None
+
+
+@dataclass(frozen=True)
+class NotClaimed:
+    """Why an entry led to no claim. `exists` is False when no row stands behind it."""
+
+    reason: str
+    exists: bool = True
+
+
+_CLAIM_COLUMNS = (
+    select(
+        jobs.c.job_id,
+        jobs.c.type,
+        jobs.c.payload,
+        jobs.c.status,
+        jobs.c.attempt,
+        jobs.c.agent,
+        jobs.c.model_id,
+        jobs.c.max_runtime_sec,
+        jobs.c.trace_context,
+        jobs.c.min_memory_mb,
+        jobs.c.gpu_count,
+        jobs.c.cpu_fallback,
+        jobs.c.worker_id,
+        jobs.c.delayed,
+    )
+    .where(jobs.c.job_id.in_(bindparam("ids", expanding=True)))
+    .with_for_update()
+)
+
+
+def claim(
+    conn: Connection,
+    by: Claimant,
+    job_ids: Sequence[str],
+    memory_for: Callable[[str], int | None],
+    held: Collection[str] = (),
+) -> dict[str, Claim | NotClaimed]:
+    """pending → claimed for every offered job that is free, with its GPU lease, in the caller's transaction.
+
+    `memory_for(type)` is the handler's default need in MB; None when this worker has no such handler. `held` are
+    jobs this worker runs already.
+    """
+    rows = {row.job_id: row for row in conn.execute(_CLAIM_COLUMNS, {"ids": list(job_ids)})}
+    if strays := [row for row in rows.values() if _is_stray(row, by, held)]:
+        _hand_back_strays(conn, by, strays)
+        return claim(conn, by, job_ids, memory_for, held)
+    answers: dict[str, Claim | NotClaimed] = {}
+    free: list[Row[Any]] = []
+    for job_id in job_ids:
+        row = rows.get(job_id)
+        if row is None:
+            answers[job_id] = NotClaimed("unknown_job", exists=False)
+        elif row.status != Status.PENDING or row.delayed:
+            answers[job_id] = NotClaimed(f"already {row.status}")
+        elif memory_for(row.type) is None:
+            _defer(conn, row, f"no handler for type {row.type!r} on worker {by.worker_id}", 5.0)
+            answers[job_id] = NotClaimed("no_handler")
+        else:
+            free.append(row)
+    granted = _lease_all(conn, by, free, memory_for)
+    for row in free:
+        lease = granted.get(row.job_id)
+        if isinstance(lease, Denied):
+            _defer(conn, row, lease.reason, lease.retry_after_s)
+            answers[row.job_id] = NotClaimed(lease.reason)
+    _take_ownership(conn, by, [row for row in free if row.job_id not in answers], granted, answers)
+    return answers
+
+
+def _is_stray(row: Row[Any], by: Claimant, held: Collection[str]) -> bool:
+    """Claimed by this very worker, which does not know of it: the answer to that commit got lost."""
+    return row.status == Status.CLAIMED and row.worker_id == by.worker_id and row.job_id not in held
+
+
+def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]) -> None:
+    lost = "the answer to its claim was lost"
+    ends = [End(row.job_id, row.attempt, Outcome.HANDED_BACK, error=lost) for row in strays]
+    record(conn, by, [], ends, RetryPolicy(0, 0, 0))
+
+
+def _lease_all(
+    conn: Connection, by: Claimant, rows: Sequence[Row[Any]], memory_for: Callable[[str], int | None]
+) -> dict[str, Granted | Denied]:
+    """Leases for those that need GPU memory; a job that needs none runs without."""
+    requests = []
+    for row in rows:
+        memory = row.min_memory_mb if row.min_memory_mb is not None else memory_for(row.type)
+        if memory:
+            requests.append(
+                LeaseRequest(
+                    agent=row.agent,
+                    memory_mb=memory,
+                    ttl_s=by.lease_ttl_s,
+                    gpu_count=row.gpu_count,
+                    cpu_fallback=row.cpu_fallback,
+                    job_id=row.job_id,
+                    worker_id=by.worker_id,
+                )
+            )
+    if not requests:
+        return {}
+    answers = leases.grant(conn, requests, by.gpu_stale_s, by.node_id)
+    return {str(request.job_id): answer for request, answer in zip(requests, answers, strict=True)}
+
+
+def _take_ownership(
+    conn: Connection,
+    by: Claimant,
+    rows: Sequence[Row[Any]],
+    granted: Mapping[str, Granted | Denied],
+    answers: dict[str, Claim | NotClaimed],
+) -> None:
+    for attempt, ids in _by_attempt(rows):
+        moved = _move(conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id)
+        assert moved == len(ids), "rows are locked, nobody else can have moved them"  # noqa: S101
+    events = []
+    for row in rows:
+        lease = granted.get(row.job_id)
+        own = lease if isinstance(lease, Granted) else None
+        claimed = _claim_of(row, row.attempt + 1, own)
+        answers[row.job_id] = claimed
+        events.append(_event(job_rules.CLAIM, claimed.job_id, claimed.attempt, by, _lease_details(own)))
+    _write_lease_tokens(conn, {c.job_id: c.lease.key for c in answers.values() if isinstance(c, Claim) and c.lease})
+    audit.record(conn, events)
+
+
+def _claim_of(row: Row[Any], attempt: int, lease: Granted | None) -> Claim:
+    return Claim(
+        row.job_id, attempt, row.type, row.payload, row.agent, row.model_id, row.max_runtime_sec, row.trace_context, lease
+    )
+
+
+def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
+    if lease is None:
+        return None
+    return {"mode": lease.mode, "memory_mb": lease.request.memory_mb, "gpus": [gpu.gpu_uuid for gpu in lease.gpus]}
+
+
+def _event(arrow: Arrow, job_id: str, attempt: int, by: Claimant, details: dict[str, Any] | None) -> audit.Event:
+    return audit.Event(
+        arrow.event, job_id=job_id, attempt=attempt, worker_id=by.worker_id, pool_id=by.pool_id, details=details
+    )
+
+
+@lru_cache(maxsize=64)
+def _lease_token_statement(count: int) -> Update:
+    chosen = case(*[(jobs.c.job_id == bindparam(f"id{i}"), bindparam(f"key{i}")) for i in range(count)])
+    return update(jobs).where(jobs.c.job_id.in_(bindparam("ids", expanding=True))).values(lease_token=chosen)
+
+
+def _write_lease_tokens(conn: Connection, keys: Mapping[str, str]) -> None:
+    if not keys:
+        return
+    parameters: dict[str, Any] = {"ids": list(keys)}
+    for i, (job_id, key) in enumerate(keys.items()):
+        parameters |= {f"id{i}": job_id, f"key{i}": key}
+    conn.execute(_lease_token_statement(len(keys)), parameters)
+
+
+def _defer(conn: Connection, row: Row[Any], reason: str, delay_s: float) -> None:
+    """pending → pending, later: nobody's fault, no attempt charged; the reason is what `explain` shows."""
+    _move(conn, job_rules.DEFER, row.attempt, [row.job_id], wait_reason=reason[:255], delay_s=delay_s)
+
+
+# ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Start:
+    """The handler of this attempt is running."""
+
+    job_id: str
+    attempt: int
+
+
+class Outcome(Enum):
+    DONE = "done"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    HANDED_BACK = "handed_back"
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended, as its worker saw it."""
+
+    job_id: str
+    attempt: int
+    outcome: Outcome
+    run_seconds: float = 0.0
+    result: str | None = None
+    error_kind: ErrorKind | None = None
+    error: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What an End led to: the arrow taken, or None when the attempt no longer owned the job."""
+
+    end: End
+    arrow: Arrow | None
+
+
+_OWNERSHIP = (
+    select(
+        jobs.c.job_id,
+        jobs.c.type,
+        jobs.c.lane,
+        jobs.c.status,
+        jobs.c.attempt,
+        jobs.c.attempts,
+        jobs.c.max_attempts,
+        jobs.c.crashes,
+        jobs.c.lease_token,
+    )
+    .where(jobs.c.job_id.in_(bindparam("ids", expanding=True)))
+    .with_for_update()
+)
+
+
+def record(
+    conn: Connection, by: Claimant, starts: Sequence[Start], ends: Sequence[End], policy: RetryPolicy
+) -> list[Settled]:
+    """Write what a worker's attempts did: claimed → running, and owned → any ending or back to pending.
+
+    An attempt that no longer owns its job changes nothing; that is a normal outcome, not an error.
+    """
+    ids = [event.job_id for event in (*starts, *ends)]
+    rows = {row.job_id: row for row in conn.execute(_OWNERSHIP, {"ids": ids})}
+    _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, {Status.CLAIMED})])
+    settled = []
+    events: list[audit.Event] = []
+    finished: list[tuple[Row[Any], End]] = []
+    for end in ends:
+        row = rows.get(end.job_id)
+        if row is not None and row.attempt == end.attempt and row.status in _REPEATS.get(end.outcome, ()):
+            settled.append(Settled(end, _FIRST_ARROW[end.outcome]))  # our own commit, whose answer was lost
+        elif row is None or not _owns(rows, end, job_rules.OWNED):
+            settled.append(Settled(end, None))
+        elif end.outcome is Outcome.DONE:
+            finished.append((row, end))
+            settled.append(Settled(end, job_rules.FINISH))
+        else:
+            settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
+    events += _finish(conn, by, finished)
+    leases.free(conn, [rows[s.end.job_id].lease_token for s in settled if s.arrow and rows[s.end.job_id].lease_token])
+    audit.record(conn, events)
+    return settled
+
+
+_REPEATS = {Outcome.DONE: {Status.DONE}, Outcome.SKIPPED: {Status.SKIPPED}}
+_FIRST_ARROW = {Outcome.DONE: job_rules.FINISH, Outcome.SKIPPED: job_rules.SKIP}
+
+
+def _owns(rows: Mapping[str, Row[Any]], event: Start | End, states: Collection[Status]) -> bool:
+    row = rows.get(event.job_id)
+    return row is not None and row.attempt == event.attempt and row.status in states
+
+
+def _start(conn: Connection, by: Claimant, rows: Sequence[Row[Any]]) -> None:
+    for attempt, ids in _by_attempt(rows):
+        _move(conn, job_rules.START, attempt, ids)
+    audit.record(conn, [_event(job_rules.START, row.job_id, row.attempt, by, None) for row in rows])
+
+
+def _finish(conn: Connection, by: Claimant, finished: Sequence[tuple[Row[Any], End]]) -> list[audit.Event]:
+    if not finished:
+        return []
+    for attempt, ids in _by_attempt([row for row, _ in finished]):
+        _move(conn, job_rules.FINISH, attempt, ids)
+    conn.execute(
+        insert(results),
+        [
+            {"job_id": end.job_id, "attempt": end.attempt, "result": end.result, "run_seconds": end.run_seconds}
+            for _, end in finished
+        ],
+    )
+    return [
+        _event(job_rules.FINISH, end.job_id, end.attempt, by, {"run_seconds": round(end.run_seconds, 6)})
+        for _, end in finished
+    ]
+
+
+def _end_otherwise(
+    conn: Connection, by: Claimant, row: Row[Any], end: End, policy: RetryPolicy, events: list[audit.Event]
+) -> Arrow:
+    """Everything but success: rarer, and each with an error text of its own, so one statement a job."""
+    crashes = row.crashes + (end.error_kind is ErrorKind.WORKER_LOST)
+    error = (end.error or "")[:MAX_ERROR]
+    values: dict[str, Any] = {"last_error": error, "error_kind": end.error_kind, "crashes": crashes}
+    if end.outcome is Outcome.HANDED_BACK:
+        arrow, values = job_rules.HAND_BACK, {"wait_reason": error[:255]}
+    elif end.outcome is Outcome.SKIPPED:
+        arrow = job_rules.SKIP
+    else:
+        step = job_rules.after_failure(
+            end.error_kind or ErrorKind.TRANSIENT,
+            attempts=row.attempts,
+            max_attempts=row.max_attempts,
+            crashes=crashes,
+            policy=policy,
+            retry_after_s=end.retry_after_s,
+        )
+        arrow = step.arrow
+        if arrow is job_rules.RETRY:
+            values["delay_s"] = step.delay_s
+    _move(conn, arrow, row.attempt, [row.job_id], **values)
+    details = {"error": error[:500], "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}
+    events.append(_event(arrow, row.job_id, row.attempt, by, details))
+    return arrow
+
+
+# ── the dead ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit: int) -> list[Settled]:
+    """End, as lost, up to `limit` attempts that a dead worker still owns."""
+    owned = conn.execute(
+        select(jobs.c.job_id, jobs.c.attempt)
+        .where(jobs.c.worker_id == dead.worker_id, jobs.c.status.in_(sorted(job_rules.OWNED)))
+        .limit(limit)
+    ).all()
+    reason = f"worker {dead.worker_id} stopped sending heartbeats"
+    ends = [
+        End(row.job_id, row.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason) for row in owned
+    ]
+    return record(conn, dead, [], ends, policy) if ends else []
+
+
+def statuses(conn: Connection, job_ids: Sequence[str]) -> dict[str, Status]:
+    """Where each of these jobs stands; those nobody knows are left out."""
+    rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
+    return {row.job_id: Status(row.status) for row in rows}

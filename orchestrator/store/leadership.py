@@ -1,0 +1,99 @@
+"""Who leads: one row with an epoch that only grows. The row is the authority; a lock is only a hint.
+
+`fence` is the first statement of every transaction a leader writes in. It takes a shared lock on the row, so a
+successor's `take` waits for that transaction, and a transaction begun after the `take` finds its epoch gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Connection, bindparam, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from orchestrator.errors import StaleEpoch
+from orchestrator.store import audit
+from orchestrator.store.database import Database
+from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.schema import leadership
+
+
+@dataclass(frozen=True)
+class Leadership:
+    holder: str | None
+    epoch: int
+    acquired_at: datetime | None
+    expires_at: datetime | None
+    alive: bool
+
+
+_FENCE = (
+    select(leadership.c.epoch)
+    .where(
+        leadership.c.name == bindparam("lock"),
+        leadership.c.epoch == bindparam("mine"),
+        leadership.c.expires_at > utc_now(),
+    )
+    .with_for_update(read=True)
+)
+
+
+def fence(conn: Connection, name: str, epoch: int) -> None:
+    """Raises StaleEpoch unless `epoch` leads until this transaction ends."""
+    if conn.execute(_FENCE, {"lock": name, "mine": epoch}).scalar() is None:
+        raise StaleEpoch(epoch)
+
+
+def ensure_row(db: Database, name: str) -> None:
+    def insert_if_missing(conn: Connection) -> None:
+        if conn.execute(select(leadership.c.name).where(leadership.c.name == name)).scalar() is None:
+            conn.execute(insert(leadership), {"name": name, "epoch": 0})
+
+    try:
+        db.write(insert_if_missing)
+    except IntegrityError:
+        return  # another instance inserted it at the same moment
+
+
+def take(conn: Connection, name: str, holder: str, ttl_s: float, *, lock_held: bool) -> int | None:
+    """Begin a term: epoch + 1. Without the lock's word, only when the last term is over. None when not taken."""
+    row = conn.execute(select(leadership).where(leadership.c.name == name).with_for_update()).one()
+    if not lock_held and not conn.execute(select(or_(row.expires_at is None, row.expires_at <= utc_now()))).scalar():
+        return None
+    epoch = int(row.epoch) + 1
+    conn.execute(
+        update(leadership)
+        .where(leadership.c.name == name, leadership.c.epoch == row.epoch)
+        .values(holder=holder, epoch=epoch, acquired_at=utc_now(), expires_at=utc_shift(ttl_s))
+    )
+    details = {"epoch": epoch, "previous": row.holder}
+    audit.record(conn, [audit.Event("leader.elected", actor=holder, details=details)])
+    return epoch
+
+
+def renew(conn: Connection, name: str, epoch: int, ttl_s: float) -> None:
+    """Extend the term. Raises StaleEpoch when it is not ours any more; an expired term is not revived."""
+    renewed = conn.execute(
+        update(leadership)
+        .where(leadership.c.name == name, leadership.c.epoch == epoch, leadership.c.expires_at > utc_now())
+        .values(expires_at=utc_shift(ttl_s))
+    )
+    if renewed.rowcount != 1:
+        raise StaleEpoch(epoch)
+
+
+def resign(conn: Connection, name: str, epoch: int) -> None:
+    conn.execute(
+        update(leadership)
+        .where(leadership.c.name == name, leadership.c.epoch == epoch)
+        .values(holder=None, expires_at=utc_now())
+    )
+
+
+def current(conn: Connection, name: str) -> Leadership:
+    alive = (leadership.c.expires_at > utc_now()).label("alive")
+    row = conn.execute(select(leadership, alive).where(leadership.c.name == name)).one_or_none()
+    if row is None:
+        return Leadership(None, 0, None, None, alive=False)
+    return Leadership(row.holder, row.epoch, row.acquired_at, row.expires_at, alive=bool(row.alive))

@@ -1,0 +1,279 @@
+"""GPU leases: memory is granted by a guarded UPDATE of the GPU's row, the lease is inserted in the same transaction.
+
+The account `gpus.leased_mb` always equals the sum of `lease_gpus.memory_mb` of that GPU, because every function
+here changes both in one transaction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
+
+from orchestrator.errors import LeaseEnded, LeaseNotFound
+from orchestrator.leases import Denied, Granted, GpuShare, LeaseRequest, token_hash
+from orchestrator.placement import GpuView, Placed, place
+from orchestrator.store import audit
+from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.schema import gpus, lease_gpus, leases
+
+#: Times a batch is placed anew when another process took the memory between the look and the UPDATE.
+MAX_ROUNDS = 4
+
+_SNAPSHOT = select(
+    gpus.c.gpu_uuid,
+    gpus.c.node_id,
+    gpus.c.gpu_index,
+    gpus.c.usable_mb,
+    gpus.c.leased_mb,
+    gpus.c.foreign_mb,
+    gpus.c.health,
+    (gpus.c.sampled_at > utc_shift(-bindparam("stale_s"))).label("fresh"),
+).order_by(gpus.c.gpu_uuid)
+
+_TAKE = (
+    update(gpus)
+    .where(
+        gpus.c.gpu_uuid == bindparam("uuid"),
+        gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,
+        gpus.c.health == "ok",
+        gpus.c.sampled_at > utc_shift(-bindparam("stale_s")),
+    )
+    .values(leased_mb=gpus.c.leased_mb + bindparam("need"))
+)
+_GIVE = (
+    update(gpus)
+    .where(gpus.c.gpu_uuid == bindparam("uuid"))
+    .values(leased_mb=gpus.c.leased_mb - bindparam("amount"))
+)
+_NOW = select(utc_now())
+
+
+def grant(
+    conn: Connection, requests: Sequence[LeaseRequest], stale_s: float, node_id: str | None = None
+) -> list[Granted | Denied]:
+    """Answer each request, in order. `node_id` limits all of them to the GPUs of one node."""
+    placed = _place_all(conn, requests, stale_s, node_id)
+    now: datetime = conn.execute(_NOW).scalar_one()
+    answers: list[Granted | Denied] = []
+    for request, answer in zip(requests, placed, strict=True):
+        expires = now + timedelta(seconds=request.ttl_s)
+        if isinstance(answer, Placed):
+            shares = tuple(GpuShare(gpu.gpu_uuid, gpu.gpu_index) for gpu in answer.gpus)
+            answers.append(Granted(request, "gpu", answer.gpus[0].node_id, shares, expires))
+        elif request.cpu_fallback:
+            answers.append(Granted(request, "cpu", node_id, (), expires))
+        else:
+            answers.append(answer)
+    _insert(conn, [answer for answer in answers if isinstance(answer, Granted)])
+    return answers
+
+
+def _place_all(
+    conn: Connection, requests: Sequence[LeaseRequest], stale_s: float, node_id: str | None
+) -> list[Placed | Denied]:
+    """Propose on a snapshot, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile."""
+    answers: dict[int, Placed | Denied] = {}
+    open_requests = list(range(len(requests)))
+    for _ in range(MAX_ROUNDS):
+        proposals = _propose(snapshot(conn, stale_s, node_id), [(i, requests[i]) for i in open_requests], answers)
+        open_requests = _take(conn, requests, proposals, stale_s)
+        answers |= {i: placed for i, placed in proposals.items() if i not in open_requests}
+        if not open_requests:
+            break
+    for i in open_requests:
+        answers[i] = Denied("other requests took the memory first", retry_after_s=0.1)
+    return [answers[i] for i in range(len(requests))]
+
+
+def snapshot(conn: Connection, stale_s: float, node_id: str | None = None) -> list[GpuView]:
+    statement = _SNAPSHOT if node_id is None else _SNAPSHOT.where(gpus.c.node_id == bindparam("node"))
+    rows = conn.execute(statement, {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s})
+    return [GpuView(*row[:7], fresh=bool(row.fresh)) for row in rows]
+
+
+def _propose(
+    views: list[GpuView], requests: list[tuple[int, LeaseRequest]], answers: dict[int, Placed | Denied]
+) -> dict[int, Placed]:
+    """Place one after the other, each seeing what the earlier ones took; refusals are final for this batch."""
+    current = {view.gpu_uuid: view for view in views}
+    proposals = {}
+    for i, request in requests:
+        choice = place(list(current.values()), request.memory_mb, request.gpu_count, request.node_id)
+        if isinstance(choice, Placed):
+            proposals[i] = choice
+            current |= {gpu.gpu_uuid: gpu.with_lease(request.memory_mb) for gpu in choice.gpus}
+        else:
+            answers[i] = Denied(choice.reason)
+    return proposals
+
+
+def _take(
+    conn: Connection, requests: Sequence[LeaseRequest], proposals: Mapping[int, Placed], stale_s: float
+) -> list[int]:
+    """One guarded UPDATE per GPU for all its proposals; returns those that did not get every GPU they need."""
+    need: Counter[str] = Counter()
+    for i, placed in proposals.items():
+        for gpu in placed.gpus:
+            need[gpu.gpu_uuid] += requests[i].memory_mb
+    # Sorted: two batches take the rows in the same order and cannot deadlock.
+    refused = {
+        uuid
+        for uuid in sorted(need)
+        if conn.execute(_TAKE, {"uuid": uuid, "need": need[uuid], "stale_s": stale_s}).rowcount != 1
+    }
+    lost = [i for i, placed in proposals.items() if any(gpu.gpu_uuid in refused for gpu in placed.gpus)]
+    undo: Counter[str] = Counter()
+    for i in lost:
+        for gpu in proposals[i].gpus:
+            if gpu.gpu_uuid not in refused:
+                undo[gpu.gpu_uuid] += requests[i].memory_mb
+    _give_back(conn, undo)
+    return lost
+
+
+def _give_back(conn: Connection, amounts: Mapping[str, int]) -> None:
+    for uuid in sorted(amounts):
+        conn.execute(_GIVE, {"uuid": uuid, "amount": amounts[uuid]})
+
+
+def _insert(conn: Connection, granted: list[Granted]) -> None:
+    if not granted:
+        return
+    conn.execute(insert(leases), [_row(lease) for lease in granted])
+    shares = [
+        {"token": lease.key, "gpu_uuid": gpu.gpu_uuid, "memory_mb": lease.request.memory_mb}
+        for lease in granted
+        for gpu in lease.gpus
+    ]
+    if shares:
+        conn.execute(insert(lease_gpus), shares)
+
+
+def _row(lease: Granted) -> dict[str, Any]:
+    request = lease.request
+    return {
+        "token": lease.key,
+        "agent_name": request.agent,
+        "gpu_index": lease.gpus[0].gpu_index if lease.gpus else None,
+        "mode": lease.mode,
+        "memory_mb": request.memory_mb,
+        "node_id": lease.node_id,
+        "job_id": request.job_id,
+        "worker_id": request.worker_id,
+        "ttl_seconds": request.ttl_s,
+        "expires_at": lease.expires_at,
+    }
+
+
+def free(conn: Connection, keys: Sequence[str]) -> int:
+    """Remove leases (by token hash) and return their memory. Those already gone are left out."""
+    if not keys:
+        return 0
+    found = conn.execute(
+        select(leases.c.token).where(leases.c.token.in_(keys), leases.c.state == "active").with_for_update()
+    ).scalars()
+    live = sorted(found)
+    _return_memory(conn, live)
+    if live:
+        conn.execute(delete(leases).where(leases.c.token.in_(live)))
+    return len(live)
+
+
+def _return_memory(conn: Connection, keys: Sequence[str]) -> None:
+    if not keys:
+        return
+    shares = conn.execute(
+        select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb).where(lease_gpus.c.token.in_(keys))
+    ).all()
+    if shares:
+        conn.execute(delete(lease_gpus).where(lease_gpus.c.token.in_(keys)))
+    amounts: Counter[str] = Counter()
+    for uuid, memory_mb in shares:
+        amounts[uuid] += memory_mb
+    _give_back(conn, amounts)
+
+
+def heartbeat(conn: Connection, token: str) -> datetime:
+    """Extend a lease by its own time to live. Raises LeaseNotFound or LeaseEnded: an ended lease stays ended."""
+    key = token_hash(token)
+    extended = conn.execute(
+        update(leases)
+        .where(leases.c.token == key, leases.c.state == "active", leases.c.expires_at > utc_now())
+        .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
+    )
+    row = _find(conn, key)
+    if extended.rowcount != 1:
+        raise LeaseEnded("expired" if row.state == "active" else row.state)
+    expires: datetime = row.expires_at
+    return expires
+
+
+def release(conn: Connection, token: str, actor: str | None = None) -> str:
+    """End a lease and return its memory; again is fine. Returns the state it was found in."""
+    key = token_hash(token)
+    row = _find(conn, key, lock=True)
+    if row.state == "active":
+        _end(conn, [key], "released")
+        audit.record(conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": key[:12]})])
+    state: str = row.state
+    return state
+
+
+def purge(conn: Connection, limit: int = 200) -> int:
+    """End leases whose time is over. Leases of jobs are left to reclaim, which frees them with their job."""
+    due = conn.execute(
+        select(leases.c.token, leases.c.agent_name)
+        .where(leases.c.state == "active", leases.c.expires_at <= utc_now(), leases.c.job_id.is_(None))
+        .order_by(leases.c.expires_at)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).all()
+    _end(conn, [row.token for row in due], "expired")
+    audit.record(
+        conn, [audit.Event("lease.expired", actor=row.agent_name, details={"lease": row.token[:12]}) for row in due]
+    )
+    return len(due)
+
+
+def forget_ended(conn: Connection, keep_s: float, limit: int = 500) -> int:
+    """Delete the rows of leases that ended long ago; until then they answer "ended" rather than "unknown"."""
+    old = conn.execute(
+        select(leases.c.token)
+        .where(leases.c.state.in_(("released", "expired")), leases.c.expires_at <= utc_shift(-keep_s))
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).scalars()
+    keys = list(old)
+    if keys:
+        conn.execute(delete(leases).where(leases.c.token.in_(keys)))
+    return len(keys)
+
+
+def _end(conn: Connection, keys: Sequence[str], state: str) -> None:
+    _return_memory(conn, keys)
+    if keys:
+        conn.execute(
+            update(leases)
+            .where(leases.c.token.in_(keys), leases.c.state == "active")
+            .values(state=state, expires_at=utc_now())
+        )
+
+
+def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:
+    query = select(leases.c.agent_name, leases.c.state, leases.c.expires_at).where(leases.c.token == key)
+    row = conn.execute(query.with_for_update() if lock else query).one_or_none()
+    if row is None:
+        raise LeaseNotFound
+    return row
+
+
+def active(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
+    """Live leases, oldest first, without anything that could be used as a token."""
+    rows = conn.execute(
+        select(leases).where(leases.c.state == "active").order_by(leases.c.created_at).limit(limit)
+    )
+    return [row._asdict() for row in rows]

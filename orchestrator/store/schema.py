@@ -1,0 +1,297 @@
+"""The tables. Migrations in `sql/` build the same ones; a test holds the two together.
+
+| table | one row is | written by |
+|---|---|---|
+| orchestrator_jobs | a job, its place in the queue and its current attempt | submit, publisher, workers, leader |
+| lanes | a lane that has ever had a job, so that nobody needs to search the backlog for lanes | submit |
+| orchestrator_results | what a finished job returned | workers |
+| orchestrator_leases, lease_gpus | a reservation of GPU memory, and its share on each GPU | claim, API, leader |
+| nodes, gpus, workers | what is alive, and what it has | supervisors |
+| worker_pools | a pool's desired state | API |
+| leadership | who leads, under which epoch | leader |
+| concurrency_caps, policies | limits | API |
+| orchestrator_audit | one thing that happened | every transaction |
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    text,
+)
+
+from orchestrator.jobs import Status
+from orchestrator.store.dialect import LongText, UtcDateTime, utc_now
+
+metadata = MetaData()
+
+#: Names compare byte by byte: job "A" is not job "a", on either database.
+OPTIONS = {"mysql_engine": "InnoDB", "mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin"}
+
+POOL_STATES = ("starting", "running", "draining", "stopped", "evicted")
+WORKER_STATES = ("active", "draining", "stopped", "lost")
+LEASE_STATES = ("active", "released", "expired")
+
+
+def _one_of(column: str, values: tuple[str, ...], table: str) -> CheckConstraint:
+    listed = ", ".join(f"'{value}'" for value in values)
+    return CheckConstraint(text(f"{column} IN ({listed})"), name=f"ck_{table}_{column}")
+
+
+def _json(column: str, table: str, *, nullable: bool = True) -> tuple[Column[str], CheckConstraint]:
+    rule = f"{column} IS NULL OR json_valid({column})" if nullable else f"json_valid({column})"
+    valid = CheckConstraint(text(rule), name=f"ck_{table}_{column}")
+    return Column(column, LongText, nullable=nullable), valid
+
+
+def _created(name: str = "created_at") -> Column[object]:
+    return Column(name, UtcDateTime, nullable=False, server_default=utc_now())
+
+
+jobs = Table(
+    "orchestrator_jobs",
+    metadata,
+    Column("job_id", String(128), primary_key=True),
+    Column("type", String(64), nullable=False),
+    *_json("payload", "jobs", nullable=False),
+    Column("payload_hash", String(64), nullable=False),
+    Column("status", String(16), nullable=False, server_default=Status.PENDING),
+    Column("agent", String(128), nullable=False),
+    Column("lane", String(128), nullable=False),
+    Column("owner_pool", String(128)),
+    Column("model_id", String(255)),
+    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("rank", BigInteger, nullable=False),
+    # What it asks for
+    Column("min_memory_mb", Integer),
+    Column("gpu_count", Integer, nullable=False, server_default="1"),
+    Column("cpu_fallback", Boolean, nullable=False, server_default="0"),
+    Column("expected_duration_sec", Float),
+    Column("max_runtime_sec", Float),
+    Column("max_attempts", Integer, nullable=False),
+    Column("deadline_at", UtcDateTime),
+    *_json("tags", "jobs"),
+    Column("trace_context", String(128)),
+    # Where it is: `attempt` fences and only grows; `attempts` counts what is charged against max_attempts.
+    Column("attempt", Integer, nullable=False, server_default="0"),
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("crashes", Integer, nullable=False, server_default="0"),
+    Column("delayed", Boolean, nullable=False, server_default="0"),
+    Column("not_before", UtcDateTime),
+    Column("wait_reason", String(255)),
+    Column("published_at", UtcDateTime),
+    Column("worker_id", String(128)),
+    Column("lease_token", String(64)),
+    Column("progress", Float),
+    Column("progress_note", String(255)),
+    Column("cancel_requested_at", UtcDateTime),
+    _created(),
+    Column("updated_at", UtcDateTime),
+    Column("claimed_at", UtcDateTime),
+    Column("started_at", UtcDateTime),
+    Column("finished_at", UtcDateTime),
+    Column("error_kind", String(32)),
+    Column("last_error", Text),
+    _one_of("status", tuple(Status), "jobs"),
+    CheckConstraint(text("attempts <= attempt"), name="ck_jobs_attempts"),
+    # The publisher's range scan: due, unpublished, in order of rank.
+    Index("ix_jobs_ready", "lane", "status", "delayed", "published_at", "rank"),
+    # Delayed jobs that become due.
+    Index("ix_jobs_due", "status", "delayed", "not_before"),
+    # The jobs of a dead worker.
+    Index("ix_jobs_worker", "worker_id", "status"),
+    # Keyset pages.
+    Index("ix_jobs_created", "created_at"),
+    Index("ix_jobs_agent", "agent", "created_at"),
+    Index("ix_jobs_status", "status", "created_at"),
+    **OPTIONS,
+)
+
+lanes = Table(
+    "lanes",
+    metadata,
+    Column("lane", String(128), primary_key=True),
+    _created(),
+    **OPTIONS,
+)
+
+results = Table(
+    "orchestrator_results",
+    metadata,
+    Column("job_id", String(128), primary_key=True),
+    Column("attempt", Integer, nullable=False),
+    *_json("result", "results", nullable=False),
+    Column("run_seconds", Float, nullable=False),
+    _created(),
+    **OPTIONS,
+)
+
+leases = Table(
+    "orchestrator_leases",
+    metadata,
+    # SHA-256 of the secret: a reader of this table cannot use a lease.
+    Column("token", String(64), primary_key=True),
+    Column("agent_name", String(255), nullable=False),
+    Column("gpu_index", Integer),
+    Column("mode", String(3), nullable=False, server_default="gpu"),
+    Column("state", String(8), nullable=False, server_default="active"),
+    Column("memory_mb", Integer, nullable=False),
+    Column("node_id", String(128)),
+    Column("job_id", String(128)),
+    Column("worker_id", String(128)),
+    Column("ttl_seconds", Float, nullable=False),
+    _created(),
+    Column("expires_at", UtcDateTime, nullable=False),
+    Column("last_heartbeat", UtcDateTime),
+    *_json("metadata", "leases"),
+    _one_of("mode", ("gpu", "cpu"), "leases"),
+    _one_of("state", LEASE_STATES, "leases"),
+    Index("idx_leases_agent", "agent_name"),
+    Index("ix_leases_expiry", "state", "expires_at"),
+    Index("ix_leases_worker", "worker_id"),
+    **OPTIONS,
+)
+
+lease_gpus = Table(
+    "lease_gpus",
+    metadata,
+    Column("token", String(64), primary_key=True),
+    Column("gpu_uuid", String(64), primary_key=True),
+    Column("memory_mb", Integer, nullable=False),
+    Index("ix_lease_gpus_gpu", "gpu_uuid"),
+    **OPTIONS,
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("node_id", String(128), primary_key=True),
+    Column("hostname", String(255), nullable=False),
+    Column("gpu_backend", String(64), nullable=False),
+    _created("started_at"),
+    Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
+    **OPTIONS,
+)
+
+gpus = Table(
+    "gpus",
+    metadata,
+    Column("gpu_uuid", String(64), primary_key=True),
+    Column("node_id", String(128), nullable=False),
+    Column("gpu_index", Integer, nullable=False),
+    Column("name", String(255), nullable=False),
+    Column("total_mb", Integer, nullable=False),
+    Column("usable_mb", Integer, nullable=False),
+    Column("leased_mb", Integer, nullable=False, server_default="0"),
+    Column("foreign_mb", Integer, nullable=False, server_default="0"),
+    Column("used_mb", Integer, nullable=False, server_default="0"),
+    Column("utilization", Float),
+    Column("health", String(16), nullable=False, server_default="ok"),
+    Column("health_reason", String(255)),
+    Column("sampled_at", UtcDateTime, nullable=False, server_default=utc_now()),
+    # Backstop of the guarded UPDATE: no bug may drive the account below zero.
+    CheckConstraint(text("leased_mb >= 0"), name="ck_gpus_leased_mb"),
+    Index("ix_gpus_node", "node_id"),
+    **OPTIONS,
+)
+
+workers = Table(
+    "workers",
+    metadata,
+    Column("worker_id", String(128), primary_key=True),
+    Column("node_id", String(128), nullable=False),
+    Column("pool_id", String(128), nullable=False),
+    Column("hostname", String(255), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("busy", Integer, nullable=False, server_default="0"),
+    *_json("types", "workers", nullable=False),
+    Column("status", String(16), nullable=False, server_default="active"),
+    Column("jobs_done", BigInteger, nullable=False, server_default="0"),
+    Column("jobs_failed", BigInteger, nullable=False, server_default="0"),
+    _created("started_at"),
+    Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
+    _one_of("status", WORKER_STATES, "workers"),
+    Index("ix_workers_liveness", "status", "last_heartbeat"),
+    Index("ix_workers_pool", "pool_id", "status"),
+    **OPTIONS,
+)
+
+worker_pools = Table(
+    "worker_pools",
+    metadata,
+    Column("pool_id", String(128), primary_key=True),
+    Column("agent_name", String(255)),
+    Column("model_id", String(255)),
+    Column("adapter", String(255)),
+    Column("variant", String(64)),
+    Column("desired_workers", Integer, nullable=False, server_default="0"),
+    Column("spawned_workers", Integer, nullable=False, server_default="0"),
+    Column("started_at", UtcDateTime),
+    Column("last_heartbeat", UtcDateTime),
+    Column("status", String(16), nullable=False, server_default="starting"),
+    Column("hold_seconds", Integer, nullable=False, server_default="600"),
+    *_json("metadata", "pools"),
+    _one_of("status", POOL_STATES, "pools"),
+    **OPTIONS,
+)
+
+leadership = Table(
+    "leadership",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("holder", String(128)),
+    Column("epoch", BigInteger, nullable=False, server_default="0"),
+    Column("acquired_at", UtcDateTime),
+    Column("expires_at", UtcDateTime),
+    **OPTIONS,
+)
+
+concurrency_caps = Table(
+    "concurrency_caps",
+    metadata,
+    Column("cap_key", String(255), primary_key=True),
+    Column("in_use", Integer, nullable=False, server_default="0"),
+    Column("max_in_use", Integer, nullable=False),
+    CheckConstraint(text("in_use >= 0"), name="ck_caps_in_use"),
+    **OPTIONS,
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("scope", String(32), primary_key=True),
+    Column("name", String(255), primary_key=True),
+    Column("version", Integer, nullable=False, server_default="1"),
+    *_json("document", "policies", nullable=False),
+    Column("actor", String(255)),
+    _created("updated_at"),
+    **OPTIONS,
+)
+
+audit = Table(
+    "orchestrator_audit",
+    metadata,
+    # SQLite counts rows only in a column that is exactly INTEGER.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    _created("ts"),
+    Column("event_type", String(128), nullable=False),
+    Column("job_id", String(128)),
+    Column("pool_id", String(128)),
+    Column("worker_id", String(128)),
+    Column("attempt", Integer),
+    Column("actor", String(255)),
+    *_json("details", "audit"),
+    Index("ix_audit_job", "job_id", "id"),
+    **OPTIONS,
+)

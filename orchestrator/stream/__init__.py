@@ -1,0 +1,17 @@
+"""Delivery: everything in Redis (or Valkey), and the only importer of redis.
+
+Nothing here is the truth: every key can be lost and is rebuilt from the database.
+
+| key (after the prefix, by default `stream:orchestrator:`) | type | meaning | written by |
+|---|---|---|---|
+| `inference_jobs` | stream | window of the default lane; fields `job_id`, `type`, `trace` | publisher |
+| `inference_jobs:POOL` | stream | window of a pool's own lane | publisher |
+| `{STREAM}:epoch` | string | highest leader epoch that touched the lane; older ones are refused | leader |
+| `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | workers, leader |
+
+Groups: `cg:inference` on the default lane, `cg:inference:POOL` on a pool's. A consumer is a worker's id, which is
+new at every start, so that nobody inherits entries by accident.
+
+An entry is announced once under an id of its own. Acknowledging deletes it. A job that is announced again gets a
+new entry, so a late acknowledgement of the old one cannot hurt.
+"""

@@ -1,0 +1,40 @@
+"""Connections to Redis, and the one place where its errors get our names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from orchestrator.errors import RedisUnavailable
+from orchestrator.settings import Settings, safe_url
+
+
+def connect(settings: Settings) -> redis.Redis:
+    """A client that never retries by itself.
+
+    A command whose answer got lost may have been done: repeating an XADD would announce a job twice, repeating an
+    XREADGROUP would strand the entries of the first answer. Callers know what may be repeated; the client does not.
+    """
+    return redis.Redis.from_url(
+        settings.redis_url,
+        socket_timeout=settings.redis_timeout_s,
+        socket_connect_timeout=settings.redis_timeout_s,
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
+        retry_on_error=[],
+        protocol=2,
+    )
+
+
+@contextmanager
+def named_errors(settings: Settings) -> Iterator[None]:
+    """Turn what redis raises into RedisUnavailable, so that callers need not know the library."""
+    try:
+        yield
+    except redis.RedisError as error:
+        message = f"{safe_url(settings.redis_url)}: {error}"
+        raise RedisUnavailable(message) from error

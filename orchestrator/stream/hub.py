@@ -1,0 +1,78 @@
+"""One process's door to Redis: lanes, dead letters, and the health of the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.settings import Settings
+from orchestrator.stream.client import connect, named_errors
+from orchestrator.stream.lane import Lane, LaneReader
+
+#: Dead letters kept in the stream; the rows keep them all.
+DLQ_LENGTH = 100_000
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    job_id: str
+    origin_id: str
+    attempts: int
+    last_error: str
+    reason: str
+
+
+class Hub:
+    """Hands out lanes over one pooled connection; thread-safe."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client = connect(settings)
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.Lock()
+
+    def lane(self, name: str) -> Lane:
+        with self._lock:
+            if name not in self._lanes:
+                self._lanes[name] = Lane(self._client, self._settings, name)
+            return self._lanes[name]
+
+    def reader(self, lane: Lane, consumer: str) -> LaneReader:
+        return LaneReader(connect(self._settings), self._settings, lane, consumer)
+
+    def bury(self, letters: Sequence[DeadLetter]) -> None:
+        """Tell whoever watches the dead-letter stream."""
+        if not letters:
+            return
+        with named_errors(self._settings), self._client.pipeline(transaction=False) as pipe:
+            for letter in letters:
+                fields = {
+                    "job_id": letter.job_id,
+                    "origin_id": letter.origin_id,
+                    "attempts": letter.attempts,
+                    "last_error": letter.last_error[:1000],
+                    "reason": letter.reason,
+                }
+                pipe.xadd(f"{self._settings.stream_prefix}dlq", fields, maxlen=DLQ_LENGTH, approximate=True)  # type: ignore[arg-type]  # redis wants an invariant dict
+            pipe.execute()
+
+    def dlq_depth(self) -> int:
+        with named_errors(self._settings):
+            return int(self._client.xlen(f"{self._settings.stream_prefix}dlq"))
+
+    def ping(self) -> None:
+        """Raises RedisUnavailable when the server does not answer."""
+        with named_errors(self._settings):
+            self._client.ping()
+
+    def warnings(self) -> list[str]:
+        """What about the server endangers delivery: evicted streams are only rebuilt after a delay."""
+        with named_errors(self._settings):
+            policy = str(self._client.config_get("maxmemory-policy").get("maxmemory-policy", "unknown"))
+        if policy == "noeviction":
+            return []
+        return [f"redis maxmemory-policy is {policy}; set it to noeviction or streams may be evicted"]
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,211 @@
+"""A lane: one stream, one consumer group, and everything that is done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from orchestrator.errors import StaleEpoch
+from orchestrator.jobs import DEFAULT_LANE, Ready
+from orchestrator.settings import Settings
+from orchestrator.stream.client import named_errors
+
+#: Name under which the leader holds entries while it decides what becomes of them.
+LEADER = "leader"
+
+# KEYS: stream, epoch key. ARGV: epoch, group, entry ids…
+_FENCED_ACK = """
+local newest = tonumber(redis.call('GET', KEYS[2]) or '0')
+if newest > tonumber(ARGV[1]) then return redis.error_reply('STALEEPOCH') end
+redis.call('SET', KEYS[2], ARGV[1])
+local done = 0
+for i = 3, #ARGV do
+  redis.call('XACK', KEYS[1], ARGV[2], ARGV[i])
+  done = done + redis.call('XDEL', KEYS[1], ARGV[i])
+end
+return done
+"""
+
+# KEYS: stream. ARGV: group, consumer. Deleting a consumer destroys its pending entries: only when it has none.
+_FORGET_CONSUMER = """
+local pending = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])
+if #pending > 0 then return 0 end
+redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One delivery. `job_id` is None when the entry names no job: nothing of ours writes such entries."""
+
+    entry_id: str
+    job_id: str | None
+
+
+@dataclass(frozen=True)
+class Idle:
+    """One step of the walk over idle entries."""
+
+    cursor: str
+    entries: tuple[Entry, ...]
+    deleted: tuple[str, ...]
+
+
+class Lane:
+    """Operations on one lane. Raises RedisUnavailable when Redis does not answer."""
+
+    def __init__(self, client: redis.Redis, settings: Settings, name: str) -> None:
+        suffix = "" if name == DEFAULT_LANE else f":{name}"
+        self.name = name
+        self.key = f"{settings.stream_prefix}inference_jobs{suffix}"
+        self.group = f"cg:inference{suffix}"
+        # The braces are a hash tag: on a cluster this key lives beside its stream.
+        self._epoch_key = f"{{{self.key}}}:epoch"
+        self._client = client
+        self._settings = settings
+        self._fenced_ack = client.register_script(_FENCED_ACK)
+        self._forget = client.register_script(_FORGET_CONSUMER)
+
+    def ensure_group(self) -> None:
+        """Create the group at 0: at `$` it would never see what was announced before it existed."""
+        with named_errors(self._settings):
+            try:
+                self._client.xgroup_create(self.key, self.group, id="0", mkstream=True)
+            except redis.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+    def announce(self, jobs: Sequence[Ready]) -> None:
+        """Add an entry for each job. It names the job; what to do stands in the row."""
+        with named_errors(self._settings), self._client.pipeline(transaction=False) as pipe:
+            for job in jobs:
+                fields = {"job_id": job.job_id, "type": job.type}
+                pipe.xadd(self.key, fields | ({"trace": job.trace_context} if job.trace_context else {}))  # type: ignore[arg-type]  # redis wants an invariant dict
+            pipe.execute()
+
+    def length(self) -> int:
+        """Entries that are announced or being worked on."""
+        with named_errors(self._settings):
+            return int(self._client.xlen(self.key))
+
+    def job_ids(self, limit: int) -> set[str]:
+        """Jobs that have an entry, delivered or not."""
+        with named_errors(self._settings):
+            rows = self._client.xrange(self.key, count=limit)
+        return {entry.job_id for entry in _entries(rows) if entry.job_id}
+
+    def ack(self, entry_ids: Sequence[str]) -> None:
+        """Acknowledge and delete: acknowledging alone would keep the entry for ever."""
+        if not entry_ids:
+            return
+        with named_errors(self._settings), self._client.pipeline(transaction=True) as pipe:
+            pipe.xack(self.key, self.group, *entry_ids)
+            pipe.xdel(self.key, *entry_ids)
+            pipe.execute()
+
+    def ack_as_leader(self, epoch: int, entry_ids: Sequence[str]) -> None:
+        """The same on behalf of dead workers. Raises StaleEpoch when a newer leader has been here."""
+        if not entry_ids:
+            return
+        with named_errors(self._settings):
+            try:
+                self._fenced_ack(keys=[self.key, self._epoch_key], args=[epoch, self.group, *entry_ids])
+            except redis.ResponseError as error:
+                if "STALEEPOCH" in str(error):
+                    raise StaleEpoch(epoch) from None
+                raise
+
+    def take_idle(self, cursor: str, idle_ms: int, count: int) -> Idle:
+        """Take over entries nobody touched for `idle_ms`, from `cursor` on; the walk ends at cursor 0-0."""
+        with named_errors(self._settings):
+            try:
+                following, rows, deleted = self._client.xautoclaim(
+                    self.key, self.group, LEADER, min_idle_time=idle_ms, start_id=cursor, count=count
+                )
+            except redis.ResponseError as error:
+                if "NOGROUP" not in str(error):
+                    raise
+                return Idle("0-0", (), ())
+        return Idle(_text(following), tuple(_entries(rows)), tuple(_text(entry_id) for entry_id in deleted))
+
+    def idle_consumers(self, idle_ms: int) -> list[str]:
+        """Consumers without pending entries that have not been heard of for `idle_ms`."""
+        with named_errors(self._settings):
+            try:
+                rows = self._client.xinfo_consumers(self.key, self.group)
+            except redis.ResponseError as error:
+                if "NOGROUP" in str(error) or "no such key" in str(error):
+                    return []
+                raise
+        return [_text(row["name"]) for row in rows if row["pending"] == 0 and row["idle"] >= idle_ms]
+
+    def forget_consumer(self, consumer: str) -> bool:
+        """Remove a consumer, unless entries are pending for it."""
+        with named_errors(self._settings):
+            return bool(self._forget(keys=[self.key], args=[self.group, consumer]))
+
+
+class LaneReader:
+    """The reading side of one worker, on a connection of its own: a blocked read would hold up everyone else."""
+
+    def __init__(self, client: redis.Redis, settings: Settings, lane: Lane, consumer: str) -> None:
+        self._client = client
+        self._settings = settings
+        self._lane = lane
+        self._consumer = consumer
+        # After a broken connection an answer may have been lost on the way: its entries are ours, and pending.
+        self._look_back = True
+        self._grouped = False
+
+    def read(self, count: int, block_ms: int) -> list[Entry]:
+        """Up to `count` entries; waits at most `block_ms` for the first. Entries may come twice after a fault."""
+        try:
+            with named_errors(self._settings):
+                return self._read(count, block_ms)
+        except Exception:
+            self._look_back = True
+            self._grouped = False
+            raise
+
+    def _read(self, count: int, block_ms: int) -> list[Entry]:
+        if not self._grouped:
+            self._lane.ensure_group()
+            self._grouped = True
+        try:
+            if self._look_back:
+                pending = self._xreadgroup("0", count=10_000, block_ms=None)
+                self._look_back = False
+                if pending:
+                    return pending
+            return self._xreadgroup(">", count, block_ms)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            self._lane.ensure_group()  # flushed, deleted or destroyed: start over from what is there
+            return []
+
+    def _xreadgroup(self, start: str, count: int, block_ms: int | None) -> list[Entry]:
+        answer = self._client.xreadgroup(
+            self._lane.group, self._consumer, {self._lane.key: start}, count=count, block=block_ms
+        )
+        return [entry for _key, rows in answer for entry in _entries(rows)]
+
+
+def _entries(rows: Sequence[tuple[Any, Any]]) -> list[Entry]:
+    return [Entry(_text(entry_id), _job_id(fields)) for entry_id, fields in rows]
+
+
+def _job_id(fields: dict[bytes, bytes] | None) -> str | None:
+    raw = (fields or {}).get(b"job_id")
+    try:
+        return raw.decode("ascii") if raw else None
+    except UnicodeDecodeError:
+        return None
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

