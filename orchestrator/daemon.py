@@ -47,7 +47,9 @@ class Orchestrator:
         self._submits: Batcher[Submission, list[Verdict]] = Batcher(
             "submit-batcher", self._store, weight=lambda item: len(item.jobs), max_batch=1000
         )
-        self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
+        self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher(
+            "lease-batcher", self._grant, max_batch=100
+        )
 
     def start(self) -> None:
         self.publisher.start()

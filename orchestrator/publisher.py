@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass, field
 
 from orchestrator.errors import Unavailable
 from orchestrator.settings import Settings
@@ -21,8 +22,28 @@ log = logging.getLogger(__name__)
 
 #: Seconds for which a count of live slots is good enough.
 SLOTS_FRESH_S = 2.0
+#: Seconds of a lane's consumption that are announced ahead.
+WINDOW_S = 0.25
 #: Jobs moved by one transaction.
 CHUNK = 500
+
+
+@dataclass
+class Pace:
+    """How fast a lane moves: its live slots, and a moving average of what is announced per second."""
+
+    slots: int = 0
+    slots_counted_at: float = float("-inf")
+    per_second: float = 0.0
+    since: float = field(default_factory=time.monotonic)
+    announced: int = 0
+
+    def count(self, announced: int) -> None:
+        self.announced += announced
+        passed = time.monotonic() - self.since
+        if passed >= WINDOW_S:
+            self.per_second += (self.announced / passed - self.per_second) / 2
+            self.since, self.announced = time.monotonic(), 0
 
 
 class Publisher:
@@ -35,7 +56,7 @@ class Publisher:
         self._nudged: set[str] = set()
         self._wake = threading.Condition()
         self._closing = False
-        self._slots: dict[str, tuple[float, int]] = {}
+        self._pace: dict[str, Pace] = {}
         self._thread = threading.Thread(target=self._loop, name="publisher", daemon=True)
 
     def start(self) -> None:
@@ -50,15 +71,19 @@ class Publisher:
     def publish(self, lane_name: str) -> int:
         """Fill one lane's window; how many jobs were announced."""
         lane = self._hub.lane(lane_name)
-        total = 0
-        while (room := self._window(lane_name) - lane.length()) > 0:
-            size = min(room, CHUNK)
+        pace = self._pace.setdefault(lane_name, Pace())
+        window = self._window(lane_name, pace)
+        room, total = window - lane.length(), 0
+        # Refilled when half empty: one transaction for many jobs instead of one for each that leaves.
+        while room - total >= (window + 1) // 2 or 0 < total < room:
+            size = min(room - total, CHUNK)
             ready = self._db.write(lambda conn, size=size: outbox.take(conn, lane_name, size))
             if ready:
                 lane.announce(ready)
                 total += len(ready)
             if len(ready) < size:
                 break
+        pace.count(total)
         return total
 
     def close(self) -> None:
@@ -68,13 +93,16 @@ class Publisher:
         if self._thread.is_alive():
             self._thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)
 
-    def _window(self, lane: str) -> int:
-        """Twice the live slots, within bounds: enough to keep them busy, little enough to keep order changeable."""
-        counted_at, slots = self._slots.get(lane, (float("-inf"), 0))
-        if time.monotonic() - counted_at > SLOTS_FRESH_S:
-            slots = self._db.read(lambda conn: outbox.live_slots(conn, lane))
-            self._slots[lane] = (time.monotonic(), slots)
-        return max(self._settings.lane_window_min, min(2 * slots, self._settings.lane_window_max))
+    def _window(self, lane: str, pace: Pace) -> int:
+        """Twice the live slots plus what the lane consumes in a moment, within bounds.
+
+        A slow lane keeps its order changeable to the last; a fast one is refilled by the hundred.
+        """
+        if time.monotonic() - pace.slots_counted_at > SLOTS_FRESH_S:
+            pace.slots = self._db.read(lambda conn: outbox.live_slots(conn, lane))
+            pace.slots_counted_at = time.monotonic()
+        wanted = 2 * pace.slots + round(pace.per_second * WINDOW_S)
+        return max(self._settings.lane_window_min, min(wanted, self._settings.lane_window_max))
 
     def _loop(self) -> None:
         while True:

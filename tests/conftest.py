@@ -8,10 +8,17 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from shutil import copyfile
+from typing import Any, TypeVar
 
 import pytest
+import redis
+from sqlalchemy import create_engine
 
+from orchestrator.settings import Settings
+from orchestrator.store import schema
+from orchestrator.store.database import Database
+from orchestrator.stream.hub import Hub
 from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey
 
 S = TypeVar("S", bound=Server)
@@ -86,4 +93,143 @@ def redis_url(request: pytest.FixtureRequest) -> str:
     return server.url
 
 
-# --- fixtures that need orchestrator code (schema, truncation, store, stream) go below ---
+# --- settings ---
+
+#: Everything that a test may have to wait for, as short as the relations between settings allow.
+SHORT: dict[str, Any] = {
+    "claim_idle_ms": 1000,
+    "db_timeout_s": 5.0,
+    "leader_interval_s": 0.1,
+    "leader_trust_margin_s": 0.5,
+    "leader_ttl_s": 2.0,
+    "publish_interval_s": 0.05,
+    "purge_interval_s": 0.1,
+    "reclaim_interval_s": 0.1,
+    "redis_block_ms": 200,
+    "redis_timeout_s": 1.0,
+    "republish_after_s": 0.2,
+    "retry_base_s": 0.1,
+    "retry_cap_s": 1.0,
+    "worker_heartbeat_s": 0.2,
+    "worker_timeout_s": 1.0,
+}
+
+
+@pytest.fixture
+def settings() -> Callable[..., Settings]:
+    """Settings with short times; what a test gives beats them: `settings(redis_url=…, leader_ttl_s=3.0)`."""
+    return lambda **given: Settings(**(SHORT | given))
+
+
+# --- databases ---
+
+
+@pytest.fixture(scope="session")
+def mariadb_with_tables(mariadb: MariaDB) -> Iterator[Database]:
+    """Open for the whole session: what an engine has compiled need not be compiled for each test."""
+    url = mariadb.create_database("orchestrator_tests")
+    database = Database(Settings(**SHORT, database_url=url))
+    schema.metadata.create_all(database.engine)
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="session")
+def sqlite_with_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "orchestrator.db"
+    engine = create_engine(f"sqlite:///{path}")
+    schema.metadata.create_all(engine)
+    engine.dispose()
+    return path
+
+
+def empty(database: Database) -> None:
+    with database.engine.begin() as connection:
+        for table in schema.metadata.sorted_tables:
+            connection.execute(table.delete())
+
+
+@pytest.fixture
+def open_database(settings: Callable[..., Settings]) -> Iterator[Callable[..., Database]]:
+    """Open databases that the test's end closes: `open_database(url, db_pool_size=2)`."""
+    with ExitStack() as opened:
+
+        def start(url: str, **given: Any) -> Database:
+            database = Database(settings(database_url=url, **given))
+            opened.callback(database.close)
+            return database
+
+        yield start
+
+
+@pytest.fixture
+def db_url(database_url: str, request: pytest.FixtureRequest) -> str:
+    """The address of a database with empty tables; both kinds in turn."""
+    if database_url.startswith("sqlite"):
+        copyfile(request.getfixturevalue("sqlite_with_tables"), database_url.removeprefix("sqlite:///"))
+    else:
+        empty(request.getfixturevalue("mariadb_with_tables"))
+    return database_url
+
+
+@pytest.fixture
+def db(db_url: str, open_database: Callable[..., Database], request: pytest.FixtureRequest) -> Database:
+    """Both databases in turn, with empty tables."""
+    if db_url.startswith("sqlite"):
+        return open_database(db_url)
+    database: Database = request.getfixturevalue("mariadb_with_tables")
+    return database
+
+
+@pytest.fixture
+def maria_db(mariadb_with_tables: Database) -> Database:
+    """MariaDB alone, for what only a server can do: be killed, explain, let several write at once."""
+    empty(mariadb_with_tables)
+    return mariadb_with_tables
+
+
+# --- streams ---
+
+
+@pytest.fixture
+def hub(redis_url: str, settings: Callable[..., Settings]) -> Iterator[Hub]:
+    """Both stream servers in turn, empty."""
+    opened = Hub(settings(redis_url=redis_url))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def raw(redis_url: str) -> Iterator[redis.Redis]:
+    """A plain client of the same server, to look behind the hub."""
+    with redis.Redis.from_url(redis_url, socket_timeout=5, decode_responses=True) as client:
+        yield client
+
+
+# --- faults ---
+
+
+@pytest.fixture
+def lose_commits(db: Database, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`lose_commits(n)`: the next n commits happen, but their answers get lost on the way."""
+    dialect: Any = db.engine.dialect
+    commit, errors, to_lose = dialect.do_commit, dialect.dbapi, 0
+    lost = (
+        errors.ProgrammingError("Cannot operate on a closed database.")
+        if dialect.name == "sqlite"
+        else errors.OperationalError(2013, "Lost connection to server during query")
+    )
+
+    def commit_without_answer(connection: Any) -> None:
+        nonlocal to_lose
+        commit(connection)
+        if to_lose > 0:
+            to_lose -= 1
+            raise lost
+
+    def arm(count: int) -> None:
+        nonlocal to_lose
+        to_lose = count
+
+    monkeypatch.setattr(dialect, "do_commit", commit_without_answer)
+    return arm

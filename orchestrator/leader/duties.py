@@ -83,7 +83,9 @@ def reclaim(context: DutyContext) -> int:
 
 def _reclaim_jobs(context: DutyContext) -> int:
     timeout = context.settings.worker_timeout_s
-    context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH))
+    # A young term may follow an outage of the database, in which nobody could send heartbeats: let them first.
+    if context.term.age_s > timeout:
+        context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH))
     rescued = 0
     for worker in context.term.db.read(lambda conn: nodes.lost_with_jobs(conn, BATCH)):
         dead = Claimant(worker.worker_id, worker.node_id, worker.pool_id, 0.0, 0.0)
@@ -99,7 +101,9 @@ def dead_letter(item: Settled, entry_id: str = "") -> DeadLetter | None:
     if item.arrow is not job_rules.BURY:
         return None
     end = item.end
-    return DeadLetter(end.job_id, entry_id, end.attempt, end.error or "", str(end.error_kind or "attempts_used_up"))
+    return DeadLetter(
+        end.job_id, entry_id, end.attempt, end.error or "", str(end.error_kind or "attempts_used_up")
+    )
 
 
 def _reclaim_entries(context: DutyContext, lane: Lane) -> int:

@@ -62,7 +62,10 @@ class LeaderLoop:
 
     def _keep_term(self) -> None:
         while not self._stop.is_set():
-            self._candidate.tick()
+            try:
+                self._candidate.tick()
+            except Exception:
+                log.exception("election broke")  # without a term nothing is led; the next tick tries again
             metrics.leading(self._candidate.holder, self._candidate.term is not None)
             self._stop.wait(self._settings.leader_interval_s)
 
@@ -90,7 +93,9 @@ class LeaderLoop:
             try:
                 return duty.run(context)
             except StaleEpoch:
-                log.warning("a newer leader works already", extra={"duty": duty.name, "epoch": context.term.epoch})
+                log.warning(
+                    "a newer leader works already", extra={"duty": duty.name, "epoch": context.term.epoch}
+                )
             except OrchestratorError as away:
                 metrics.duty_failed(duty.name)
                 log.warning("duty failed", extra={"duty": duty.name, "error": str(away)})

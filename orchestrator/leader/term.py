@@ -29,6 +29,12 @@ class Term:
     db: Database
     lock_name: str
     epoch: int
+    #: When it began, on this process's monotonic clock.
+    began: float = float("-inf")
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.began
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in a transaction that begins with the fence. Raises StaleEpoch; nothing is written then."""
@@ -87,9 +93,11 @@ class Candidate:
         if self._lock is not None and not (self._lock.held() or self._lock.acquire()):
             return
         ttl, lock_held = self._settings.leader_ttl_s, self._lock is not None
-        epoch = self._db.write(lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held))
+        epoch = self._db.write(
+            lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held)
+        )
         if epoch is not None:
-            self._term = Term(self._db, name, epoch)
+            self._term = Term(self._db, name, epoch, began=time.monotonic())
             self._trust_from(started)
             log.info("leading", extra={"epoch": epoch})
 
@@ -125,6 +133,8 @@ def borrow(db: Database, settings: Settings, holder: str) -> Term:
     if now.alive:
         return Term(db, settings.leader_lock, now.epoch)
     epoch = db.write(
-        lambda conn: leadership.take(conn, settings.leader_lock, holder, settings.leader_ttl_s, lock_held=False)
+        lambda conn: leadership.take(
+            conn, settings.leader_lock, holder, settings.leader_ttl_s, lock_held=False
+        )
     )
     return borrow(db, settings, holder) if epoch is None else Term(db, settings.leader_lock, epoch)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, select
 
+from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import audit
-
-_INSERT = insert(audit)
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,14 @@ class Event:
 
 
 def record(conn: Connection, events: Sequence[Event]) -> None:
-    if events:
-        conn.execute(_INSERT, [event.row() for event in events])
+    insert_rows(conn, audit, [event.row() for event in events])
 
 
 def of_job(conn: Connection, job_id: str, after_id: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
     """A job's history, oldest first."""
-    page = select(audit).where(audit.c.job_id == job_id, audit.c.id > after_id).order_by(audit.c.id).limit(limit)
+    page = (
+        select(audit).where(audit.c.job_id == job_id, audit.c.id > after_id).order_by(audit.c.id).limit(limit)
+    )
     return [_readable(row._asdict()) for row in conn.execute(page)]
 
 

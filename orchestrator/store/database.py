@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from orchestrator.errors import DatabaseUnavailable
@@ -36,7 +36,8 @@ class Database:
         """Run `work` in one transaction, again from its start when rows were contended or the connection broke.
 
         A connection that breaks during COMMIT leaves it unknown whether the work was done; `work` is written to
-        find its own traces then. Raises DatabaseUnavailable when the server cannot be reached.
+        find its own traces then. Raises DatabaseUnavailable when the server cannot serve now; any other error is about
+        the statement or one of its rows, and is passed on as it is.
         """
         return self._run(self.engine, work, transaction=True)
 
@@ -49,7 +50,7 @@ class Database:
         self.read(lambda conn: conn.execute(text("SELECT 1")).scalar())
 
     def leader_lock(self) -> LeaderLock | None:
-        return self._guard(lambda: self._dialect.leader_lock(self.engine, self.settings))
+        return self._guard(lambda: self._dialect.leader_lock(self._reader, self.settings))
 
     def close(self) -> None:
         self.engine.dispose()
@@ -61,15 +62,15 @@ class Database:
             try:
                 with engine.begin() if transaction else engine.connect() as connection:
                     return work(connection)
-            except IntegrityError:
-                raise
             except DBAPIError as error:
                 if error.connection_invalidated and reconnects < MAX_RECONNECTS:
                     reconnects += 1
                 elif run < MAX_RUNS and self._dialect.is_contention(error):
-                    time.sleep(random.uniform(0, 0.005 * 2**run))  # noqa: S311 - jitter
-                else:
+                    time.sleep(random.uniform(0, 0.005 * 2**run))
+                elif self._dialect.is_away(error):
                     raise self._unavailable(error) from error
+                else:
+                    raise
             except PoolTimeout as error:
                 raise self._unavailable(error) from error
         raise AssertionError  # the last run returns or raises

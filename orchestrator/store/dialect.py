@@ -8,20 +8,42 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from sqlalchemy import Connection, DateTime, Engine, Text, create_engine, event, make_url, text
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    DateTime,
+    Engine,
+    Integer,
+    Text,
+    create_engine,
+    event,
+    make_url,
+    text,
+)
 from sqlalchemy.dialects import mysql
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.pool import NullPool
 from sqlalchemy.sql import ColumnElement
 from sqlalchemy.sql.functions import FunctionElement
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, DatabaseUnavailable
 from orchestrator.settings import Settings
 
 LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+#: SQLite counts rows only in a column that is exactly INTEGER.
+CountingId = BigInteger().with_variant(Integer, "sqlite")
+#: Names compare byte by byte: job "A" is not job "a", on either database.
+TABLE_OPTIONS: dict[str, Any] = {
+    "mysql_engine": "InnoDB",
+    "mysql_charset": "utf8mb4",
+    "mysql_collate": "utf8mb4_bin",
+}
 #: Microseconds on MariaDB; SQLite keeps text in the same shape, so both sort and compare.
 UtcDateTime = DateTime().with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 
@@ -80,8 +102,19 @@ class Dialect(Protocol):
     def is_contention(self, error: DBAPIError) -> bool:
         """Whether the same transaction may succeed when simply run again."""
 
+    def is_away(self, error: DBAPIError) -> bool:
+        """Whether the server cannot serve now, whatever is asked of it."""
+
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
-        """The lock, or None where the server's lock proves nothing and only the row may decide."""
+        """On an autocommit engine: the lock, or None where the server's lock proves nothing and only the row may decide."""
+
+    def migration_lock(self, engine: Engine) -> AbstractContextManager[Connection]:
+        """A connection to change the schema with; meanwhile other processes wait for theirs."""
+
+
+def scratch_url(directory: str) -> str:
+    """A database that needs no server, for a moment."""
+    return f"sqlite:///{directory}/scratch.db"
 
 
 def dialect_of(url: str) -> Dialect:
@@ -97,7 +130,15 @@ def dialect_of(url: str) -> Dialect:
 class MariaDB:
     #: 1213 deadlock, 1205 lock wait, 1020 row changed since read (innodb_snapshot_isolation).
     CONTENTION = frozenset({1213, 1205, 1020})
+    #: Refused or broken connections, too many of them, shutting down, read-only after a failover; and contention
+    #: that did not end.
+    AWAY = CONTENTION | {1040, 1053, 1203, 1290, 1792, 1836, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
     LOCK_WAIT_S = 5
+    #: The server itself ends a transaction that is idle for so long: its process may be frozen, and holds locks.
+    IDLE_TRANSACTION_S = 10
+    #: Seconds to wait for another instance that migrates.
+    MIGRATION_WAIT_S = 600
+    NOT_ON_GALERA = 1235
 
     def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
         limit = settings.db_timeout_s
@@ -116,20 +157,51 @@ class MariaDB:
         return engine
 
     def is_contention(self, error: DBAPIError) -> bool:
-        return isinstance(error.orig, Exception) and bool(error.orig.args) and error.orig.args[0] in self.CONTENTION
+        return self._code(error) in self.CONTENTION
+
+    def is_away(self, error: DBAPIError) -> bool:
+        return error.connection_invalidated or self._code(error) in self.AWAY
+
+    def _code(self, error: DBAPIError) -> object:
+        return error.orig.args[0] if error.orig is not None and error.orig.args else None
 
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         with engine.connect() as connection:
             # On Galera the lock is local to one server (or refused): only the fenced row may decide.
             galera = connection.execute(text("SHOW GLOBAL VARIABLES LIKE 'wsrep_on'")).fetchone()
-            connection.rollback()
         if galera is not None and galera[1] == "ON":
             return None
         return ServerLock(engine, settings.leader_lock, settings.leader_ttl_s)
 
+    @contextmanager
+    def migration_lock(self, engine: Engine) -> Iterator[Connection]:
+        # A connection of its own, without a read timeout: altering a large table takes as long as it takes.
+        patient = create_engine(engine.url, poolclass=NullPool)
+        event.listen(patient, "connect", self._prepare_session)
+        with patient.connect() as connection:
+            self._wait_to_migrate(connection)
+            connection.commit()
+            yield connection
+            connection.commit()
+
+    def _wait_to_migrate(self, connection: Connection) -> None:
+        # The lock's name is the server's, a schema is one database's. It is free when the connection ends.
+        lock = "SELECT GET_LOCK(CONCAT('gpu_orchestrator_migration_', MD5(DATABASE())), :wait)"
+        try:
+            taken = connection.execute(text(lock), {"wait": self.MIGRATION_WAIT_S}).scalar()
+        except DBAPIError as error:
+            if isinstance(error.orig, Exception) and error.orig.args[:1] == (self.NOT_ON_GALERA,):
+                return  # there is no such lock in a cluster: one operator migrates it, once
+            raise
+        if taken != 1:
+            raise DatabaseUnavailable("another instance migrates for very long; try again when it is done")
+
     def _prepare_session(self, connection: Any, _record: Any) -> None:
         with connection.cursor() as cursor:
-            cursor.execute(f"SET time_zone = '+00:00', innodb_lock_wait_timeout = {self.LOCK_WAIT_S}")
+            cursor.execute(
+                f"SET time_zone = '+00:00', innodb_lock_wait_timeout = {self.LOCK_WAIT_S},"
+                f" idle_transaction_timeout = {self.IDLE_TRANSACTION_S}"
+            )
 
 
 class SQLite:
@@ -154,8 +226,15 @@ class SQLite:
     def is_contention(self, error: DBAPIError) -> bool:
         return isinstance(error, OperationalError) and "locked" in str(error.orig)
 
+    def is_away(self, error: DBAPIError) -> bool:
+        signs = ("locked", "unable to open", "disk", "readonly")
+        return error.connection_invalidated or any(sign in str(error.orig) for sign in signs)
+
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         return FileLock(Path(f"{engine.url.database}.{settings.leader_lock}"))
+
+    def migration_lock(self, engine: Engine) -> AbstractContextManager[Connection]:
+        return engine.begin()  # the one writer; the tables appear all at once or not at all
 
     def _prepare_session(self, connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the driver's own BEGIN would be a deferred one
@@ -181,29 +260,35 @@ class ServerLock:
         self._connection: Connection | None = None
 
     def acquire(self) -> bool:
-        if self._connection is None:
-            self._connection = self._engine.connect()
-            self._connection.detach()
-            self._connection = self._connection.execution_options(isolation_level="AUTOCOMMIT")
-            self._connection.execute(text("SET SESSION wait_timeout = :limit"), {"limit": self._idle_limit_s})
-        # NULL means error, not success.
-        return self._ask("SELECT GET_LOCK(:name, 0)") == 1
+        try:
+            if self._connection is None:
+                self._connection = self._engine.connect()
+                self._connection.detach()
+                self._connection.execute(
+                    text("SET SESSION wait_timeout = :limit"), {"limit": self._idle_limit_s}
+                )
+            # NULL means error, not success.
+            return self._ask(self._connection, "SELECT GET_LOCK(:name, 0)") == 1
+        except SQLAlchemyError as error:
+            self.release()
+            raise DatabaseUnavailable(f"leader lock {self._name}: {error}") from error
 
     def held(self) -> bool:
-        return self._connection is not None and self._ask("SELECT IS_USED_LOCK(:name) = CONNECTION_ID()") == 1
+        if self._connection is None:
+            return False
+        try:
+            return self._ask(self._connection, "SELECT IS_USED_LOCK(:name) = CONNECTION_ID()") == 1
+        except SQLAlchemyError:
+            self.release()
+            return False
 
     def release(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
 
-    def _ask(self, question: str) -> object:
-        assert self._connection is not None  # noqa: S101 - callers check
-        try:
-            return self._connection.execute(text(question), {"name": self._name}).scalar()
-        except DBAPIError:
-            self.release()
-            raise
+    def _ask(self, connection: Connection, question: str) -> object:
+        return connection.execute(text(question), {"name": self._name}).scalar()
 
 
 class FileLock:
@@ -243,7 +328,9 @@ class _SecondsSince(FunctionElement[Any]):
 
 @compiles(_SecondsSince, "mysql", "mariadb")
 def _since_mysql(element: _SecondsSince, compiler: Any, **kw: Any) -> str:
-    return f"(timestampdiff(MICROSECOND, {compiler.process(element.clauses, **kw)}, utc_timestamp(6)) / 1000000)"
+    return (
+        f"(timestampdiff(MICROSECOND, {compiler.process(element.clauses, **kw)}, utc_timestamp(6)) / 1000000)"
+    )
 
 
 @compiles(_SecondsSince, "sqlite")

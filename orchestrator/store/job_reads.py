@@ -12,12 +12,12 @@ from typing import Any
 from sqlalchemy import Connection, and_, func, or_, select
 
 from orchestrator.errors import InvalidInput, JobNotFound, ResultNotFound
-from orchestrator.jobs import OWNED, TERMINAL, Status
+from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.store.dialect import seconds_since
-from orchestrator.store.schema import jobs, results
+from orchestrator.store.schema import jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
-_HIDDEN = {"payload_hash", "lease_token", "delayed", "rank"}
+_HIDDEN = {"payload_hash", "lease_token", "rank"}
 _SHOWN = [column for column in jobs.c if column.name not in _HIDDEN]
 #: A page of jobs leaves out what may be a megabyte each.
 _LISTED = [column for column in _SHOWN if column.name != "payload"]
@@ -67,7 +67,9 @@ def terminal_among(conn: Connection, job_ids: list[str]) -> set[str]:
     return set(job_ids) - running
 
 
-def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
+def page(
+    conn: Connection, wanted: Filter, limit: int, cursor: str | None
+) -> tuple[list[dict[str, Any]], str | None]:
     """Newest first; the cursor of the next page, or None at the end."""
     conditions = [
         column == value
@@ -81,8 +83,8 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
     ]
     if cursor is not None:
         created_at, job_id = _decode(cursor)
-        older = or_(jobs.c.created_at < created_at, and_(jobs.c.created_at == created_at, jobs.c.job_id < job_id))
-        conditions.append(older)
+        same_moment = and_(jobs.c.created_at == created_at, jobs.c.job_id < job_id)
+        conditions.append(or_(jobs.c.created_at < created_at, same_moment))
     query = select(*_LISTED).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.job_id.desc())
     rows = conn.execute(query.limit(limit + 1)).all()
     following = _encode(rows[limit - 1]) if len(rows) > limit else None
@@ -120,18 +122,36 @@ def depths(conn: Connection) -> list[LaneDepth]:
     """Per lane: jobs that wait and are due, jobs that run, and the age of the oldest that waits."""
     waiting = conn.execute(
         select(jobs.c.lane, func.count(), func.max(seconds_since(jobs.c.created_at)))
-        .where(jobs.c.status == Status.PENDING, jobs.c.delayed.is_(False))
+        .where(jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED)))
         .group_by(jobs.c.lane)
     ).all()
-    running = dict(
-        conn.execute(
-            select(jobs.c.lane, func.count()).where(jobs.c.status.in_(sorted(OWNED))).group_by(jobs.c.lane)
-        )
-        .tuples()
-        .all()
+    owned = conn.execute(
+        select(jobs.c.lane, func.count()).where(jobs.c.status.in_(sorted(OWNED))).group_by(jobs.c.lane)
     )
+    running: dict[str, int] = {lane: count for lane, count in owned}  # noqa: C416 - a Row is no pair to mypy
     by_lane = {lane: (count, float(oldest or 0)) for lane, count, oldest in waiting}
     return [
         LaneDepth(lane, by_lane.get(lane, (0, 0.0))[0], running.get(lane, 0), by_lane.get(lane, (0, 0.0))[1])
         for lane in sorted({*by_lane, *running})
     ]
+
+
+@dataclass(frozen=True)
+class PoolLiveness:
+    pool_id: str
+    workers: int
+    silent_s: float
+
+
+def live_pools(conn: Connection) -> list[PoolLiveness]:
+    """Per pool with live workers: how many, and how long ago the most silent of them was heard."""
+    rows = conn.execute(
+        select(workers.c.pool_id, func.count(), func.max(seconds_since(workers.c.last_heartbeat)))
+        .where(workers.c.status.in_(("active", "draining")))
+        .group_by(workers.c.pool_id)
+    )
+    return [PoolLiveness(pool_id, count, max(0.0, float(silent))) for pool_id, count, silent in rows]
+
+
+def active_leases(conn: Connection) -> int:
+    return int(conn.execute(select(func.count()).where(leases.c.state == "active")).scalar_one())

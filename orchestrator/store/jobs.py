@@ -15,19 +15,22 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from sqlalchemy import Connection, Row, Update, bindparam, case, insert, select, update
+from sqlalchemy import func, Connection, Float, Row, Update, bindparam, case, literal_column, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import jobs as job_rules
 from orchestrator.errors import DatabaseUnavailable
-from orchestrator.jobs import Arrow, ErrorKind, NewJob, RetryPolicy, Status
+from orchestrator.jobs import Arrow, ErrorKind, NewJob, Queued, RetryPolicy, Status
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.ranking import rank
 from orchestrator.store import audit, leases
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.hot import Hot, Listed, insert_rows
 from orchestrator.store.schema import jobs, lanes, results
 
+#: Seconds until a job whose type this worker does not know is offered again.
+NO_HANDLER_S = 5.0
 #: Characters of an error that are kept.
 MAX_ERROR = 4000
 
@@ -43,7 +46,9 @@ class Verdict(Enum):
 # ── submit ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def submit(db: Database, batch: Sequence[NewJob], default_max_attempts: int, actor: str | None = None) -> list[Verdict]:
+def submit(
+    db: Database, batch: Sequence[NewJob], default_max_attempts: int, actor: str | None = None
+) -> list[Verdict]:
     """Store new jobs in one transaction; a verdict for each, in order.
 
     A job_id that another process inserts at the same moment breaks the statement, not the promise: the batch
@@ -58,7 +63,9 @@ def submit(db: Database, batch: Sequence[NewJob], default_max_attempts: int, act
     raise DatabaseUnavailable(message)
 
 
-def _submit(conn: Connection, batch: Sequence[NewJob], default_max_attempts: int, actor: str | None) -> list[Verdict]:
+def _submit(
+    conn: Connection, batch: Sequence[NewJob], default_max_attempts: int, actor: str | None
+) -> list[Verdict]:
     known = _known_hashes(conn, [job.job_id for job in batch if not job.generated_id])
     verdicts, fresh = [], []
     for job in batch:
@@ -85,18 +92,25 @@ def _insert_jobs(conn: Connection, fresh: list[NewJob], default_max_attempts: in
     rows = [_job_row(job, now, position, default_max_attempts) for position, job in enumerate(fresh)]
     _remember_lanes(conn, {row["lane"] for row in rows})
     # In key order: two batches that share ids then wait for each other instead of deadlocking.
-    conn.execute(insert(jobs), sorted(rows, key=lambda row: str(row["job_id"])))
+    insert_rows(conn, jobs, sorted(rows, key=lambda row: str(row["job_id"])), _JOB_DEFAULTS)
     audit.record(
         conn,
         [
-            audit.Event("job.submitted", job_id=job.job_id, pool_id=job.spec.pool_id, actor=actor or job.spec.agent)
+            audit.Event(
+                "job.submitted", job_id=job.job_id, pool_id=job.spec.pool_id, actor=actor or job.spec.agent
+            )
             for job in fresh
         ],
     )
 
 
+#: What the schema fills in by itself.
+_JOB_DEFAULTS = {"priority": 0, "gpu_count": 1, "cpu_fallback": False, "queued": Queued.READY}
+
+
 def _job_row(job: NewJob, now: datetime, position: int, default_max_attempts: int) -> dict[str, Any]:
     spec = job.spec
+    later = job.not_before is not None and job.not_before > now
     return {
         "job_id": job.job_id,
         "type": spec.type,
@@ -115,46 +129,60 @@ def _job_row(job: NewJob, now: datetime, position: int, default_max_attempts: in
         "max_attempts": spec.max_attempts or default_max_attempts,
         "tags": json.dumps(spec.tags) if spec.tags else None,
         "trace_context": job.trace_context,
-        "delayed": job.not_before is not None and job.not_before > now,
-        "not_before": job.not_before,
-        "created_at": now,
+        "queued": Queued.DELAYED if later else Queued.READY,
+        "not_before": job.not_before if later else None,
     }
 
 
 def _remember_lanes(conn: Connection, names: set[str]) -> None:
     known = set(conn.execute(select(lanes.c.lane).where(lanes.c.lane.in_(names))).scalars())
     if new := names - known:
-        conn.execute(insert(lanes), [{"lane": name} for name in sorted(new)])
+        insert_rows(conn, lanes, [{"lane": name} for name in sorted(new)])
 
 
 # ── the one way to change a status ──────────────────────────────────────────────────────────────────────────────
 
 
 @lru_cache(maxsize=64)
-def _move_statement(arrow: Arrow, columns: tuple[str, ...]) -> Update:
-    return (
-        update(jobs)
-        .where(
-            jobs.c.job_id.in_(bindparam("ids", expanding=True)),
-            jobs.c.status.in_(sorted(arrow.source)),
-            jobs.c.attempt == bindparam("owned_attempt"),
-        )
-        .values(
-            {"status": arrow.target, "updated_at": utc_now()}
-            | {column: bindparam(f"set_{column}") for column in columns}
-            | _CONSEQUENCES.get(arrow, {})
+def _move_statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
+    sources = [literal_column(f"'{status}'") for status in sorted(arrow.source)]
+    values = (
+        {"status": arrow.target, "updated_at": utc_now()}
+        | {column: bindparam(f"set_{column}") for column in columns}
+        | _CONSEQUENCES.get(arrow, {})
+    )
+    return Hot(
+        lambda ids: (
+            update(jobs)
+            .where(
+                jobs.c.job_id.in_(ids),
+                jobs.c.status.in_(sources),
+                jobs.c.attempt == bindparam("owned_attempt"),
+            )
+            .values(values)
         )
     )
 
 
 #: Columns that always change with an arrow, beside the status.
-_UNOWNED = {"worker_id": None, "lease_token": None, "published_at": None, "progress": None, "progress_note": None}
+_UNOWNED = {
+    "worker_id": None,
+    "lease_token": None,
+    "published_at": None,
+    "progress": None,
+    "progress_note": None,
+}
 _ENDED = {"finished_at": utc_now(), "lease_token": None}
-_DUE = {"delayed": bindparam("delay_s") > 0, "not_before": utc_shift(bindparam("delay_s"))}
+_LATER = bindparam("delay_s", type_=Float) > 0
+_DUE = {
+    "queued": case((_LATER, Queued.DELAYED), else_=Queued.READY),
+    "not_before": case((_LATER, utc_shift(bindparam("delay_s", type_=Float))), else_=None),
+}
 _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.CLAIM: {
         "attempt": jobs.c.attempt + 1,
         "attempts": jobs.c.attempts + 1,
+        "queued": None,
         "claimed_at": utc_now(),
         "started_at": None,
         "wait_reason": None,
@@ -165,7 +193,7 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.FAIL: _ENDED,
     job_rules.BURY: _ENDED,
     job_rules.RETRY: _UNOWNED | _DUE,
-    job_rules.HAND_BACK: _UNOWNED | {"attempts": jobs.c.attempts - 1, "delayed": False, "not_before": None},
+    job_rules.HAND_BACK: _UNOWNED | {"attempts": jobs.c.attempts - 1, "queued": Queued.READY},
     job_rules.DEFER: {"published_at": None} | _DUE,
 }
 
@@ -176,14 +204,17 @@ def _move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], 
     `delay_s` is no column: it says when the job is due again.
     """
     delay = {"delay_s": values.pop("delay_s")} if "delay_s" in values else {}
-    parameters = {"ids": list(job_ids), "owned_attempt": attempt} | delay
-    parameters |= {f"set_{column}": value for column, value in values.items()}
-    return conn.execute(_move_statement(arrow, tuple(sorted(values))), parameters).rowcount
+    statement = _move_statement(arrow, tuple(sorted(values)))
+    given = {f"set_{column}": value for column, value in values.items()}
+    return statement.run(conn, job_ids, owned_attempt=attempt, **given, **delay).rowcount
 
 
-def _by_attempt(rows: Sequence[Row[Any]]) -> list[tuple[int, list[str]]]:
+def _by_attempt(rows: Sequence[Row[Any] | _Offered | End]) -> list[tuple[int, list[str]]]:
     ordered = sorted(rows, key=lambda row: int(row.attempt))
-    return [(attempt, [row.job_id for row in group]) for attempt, group in groupby(ordered, lambda row: row.attempt)]
+    return [
+        (attempt, [row.job_id for row in group])
+        for attempt, group in groupby(ordered, lambda row: row.attempt)
+    ]
 
 
 # ── claim ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,26 +254,54 @@ class NotClaimed:
     exists: bool = True
 
 
-_CLAIM_COLUMNS = (
-    select(
-        jobs.c.job_id,
-        jobs.c.type,
-        jobs.c.payload,
-        jobs.c.status,
-        jobs.c.attempt,
-        jobs.c.agent,
-        jobs.c.model_id,
-        jobs.c.max_runtime_sec,
-        jobs.c.trace_context,
-        jobs.c.min_memory_mb,
-        jobs.c.gpu_count,
-        jobs.c.cpu_fallback,
-        jobs.c.worker_id,
-        jobs.c.delayed,
+# What few jobs use travels as one column: the driver parses every column of every row in Python.
+_OFFERED = Hot(
+    lambda ids: (
+        select(
+            jobs.c.job_id,
+            jobs.c.type,
+            jobs.c.payload,
+            jobs.c.attempt,
+            func.json_array(
+                jobs.c.agent,
+                jobs.c.model_id,
+                jobs.c.max_runtime_sec,
+                jobs.c.trace_context,
+                jobs.c.min_memory_mb,
+                jobs.c.gpu_count,
+                jobs.c.cpu_fallback,
+            ).label("options"),
+        )
+        .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_(_CLAIMABLE))
+        .with_for_update()
     )
-    .where(jobs.c.job_id.in_(bindparam("ids", expanding=True)))
-    .with_for_update()
 )
+#: A job that was announced and then unpublished may be claimed all the same: it waits, and somebody has time.
+_CLAIMABLE = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """A job that may be claimed now."""
+
+    job_id: str
+    type: str
+    payload: str
+    attempt: int
+    agent: str
+    model_id: str | None
+    max_runtime_sec: float | None
+    trace_context: str | None
+    min_memory_mb: int | None
+    gpu_count: int
+    cpu_fallback: int
+
+
+def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
+    if not job_ids:
+        return {}
+    rows = _OFFERED.run(conn, job_ids)
+    return {row[0]: _Offered(*row[:4], *json.loads(row[4])) for row in rows}
 
 
 def claim(
@@ -252,36 +311,48 @@ def claim(
     memory_for: Callable[[str], int | None],
     held: Collection[str] = (),
 ) -> dict[str, Claim | NotClaimed]:
-    """pending → claimed for every offered job that is free, with its GPU lease, in the caller's transaction.
+    """Pending → claimed for every offered job that is free, with its GPU lease, in the caller's transaction.
 
     `memory_for(type)` is the handler's default need in MB; None when this worker has no such handler. `held` are
     jobs this worker runs already.
     """
-    rows = {row.job_id: row for row in conn.execute(_CLAIM_COLUMNS, {"ids": list(job_ids)})}
-    if strays := [row for row in rows.values() if _is_stray(row, by, held)]:
-        _hand_back_strays(conn, by, strays)
-        return claim(conn, by, job_ids, memory_for, held)
+    job_ids = list(dict.fromkeys(job_ids))  # a job announced again may be delivered twice in one read
+    offered = _offered(conn, job_ids)
     answers: dict[str, Claim | NotClaimed] = {}
-    free: list[Row[Any]] = []
-    for job_id in job_ids:
-        row = rows.get(job_id)
-        if row is None:
-            answers[job_id] = NotClaimed("unknown_job", exists=False)
-        elif row.status != Status.PENDING or row.delayed:
-            answers[job_id] = NotClaimed(f"already {row.status}")
-        elif memory_for(row.type) is None:
-            _defer(conn, row, f"no handler for type {row.type!r} on worker {by.worker_id}", 5.0)
-            answers[job_id] = NotClaimed("no_handler")
-        else:
-            free.append(row)
+    if others := [job_id for job_id in job_ids if job_id not in offered]:
+        answers |= _why_not(conn, by, others, held)
+        offered |= _offered(conn, [job_id for job_id in others if job_id not in answers])
+    for job in offered.values():
+        if memory_for(job.type) is None:
+            _defer(conn, job, f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
+            answers[job.job_id] = NotClaimed("no_handler")
+    free = [job for job in offered.values() if job.job_id not in answers]
     granted = _lease_all(conn, by, free, memory_for)
-    for row in free:
-        lease = granted.get(row.job_id)
+    for job in free:
+        lease = granted.get(job.job_id)
         if isinstance(lease, Denied):
-            _defer(conn, row, lease.reason, lease.retry_after_s)
-            answers[row.job_id] = NotClaimed(lease.reason)
-    _take_ownership(conn, by, [row for row in free if row.job_id not in answers], granted, answers)
+            _defer(conn, job, lease.reason, lease.retry_after_s)
+            answers[job.job_id] = NotClaimed(lease.reason)
+    _take_ownership(conn, by, [job for job in free if job.job_id not in answers], granted, answers)
     return answers
+
+
+def _why_not(
+    conn: Connection, by: Claimant, job_ids: Sequence[str], held: Collection[str]
+) -> dict[str, Claim | NotClaimed]:
+    """Why these jobs are not free. Strays are handed back, which frees them: they get no answer here."""
+    rows = {row.job_id: row for row in _OWNERSHIP.run(conn, job_ids)}
+    strays = [row for row in rows.values() if _is_stray(row, by, held)]
+    if strays:
+        _hand_back_strays(conn, by, strays)
+    freed = {row.job_id for row in strays}
+    return {
+        job_id: NotClaimed(f"already {rows[job_id].status}")
+        if job_id in rows
+        else NotClaimed("unknown_job", exists=False)
+        for job_id in job_ids
+        if job_id not in freed
+    }
 
 
 def _is_stray(row: Row[Any], by: Claimant, held: Collection[str]) -> bool:
@@ -296,7 +367,7 @@ def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]
 
 
 def _lease_all(
-    conn: Connection, by: Claimant, rows: Sequence[Row[Any]], memory_for: Callable[[str], int | None]
+    conn: Connection, by: Claimant, rows: Sequence[_Offered], memory_for: Callable[[str], int | None]
 ) -> dict[str, Granted | Denied]:
     """Leases for those that need GPU memory; a job that needs none runs without."""
     requests = []
@@ -309,7 +380,8 @@ def _lease_all(
                     memory_mb=memory,
                     ttl_s=by.lease_ttl_s,
                     gpu_count=row.gpu_count,
-                    cpu_fallback=row.cpu_fallback,
+                    cpu_fallback=bool(row.cpu_fallback),
+                    node_id=by.node_id,
                     job_id=row.job_id,
                     worker_id=by.worker_id,
                 )
@@ -323,13 +395,13 @@ def _lease_all(
 def _take_ownership(
     conn: Connection,
     by: Claimant,
-    rows: Sequence[Row[Any]],
+    rows: Sequence[_Offered],
     granted: Mapping[str, Granted | Denied],
     answers: dict[str, Claim | NotClaimed],
 ) -> None:
     for attempt, ids in _by_attempt(rows):
         moved = _move(conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id)
-        assert moved == len(ids), "rows are locked, nobody else can have moved them"  # noqa: S101
+        assert moved == len(ids), "rows are locked, nobody else can have moved them"
     events = []
     for row in rows:
         lease = granted.get(row.job_id)
@@ -337,45 +409,64 @@ def _take_ownership(
         claimed = _claim_of(row, row.attempt + 1, own)
         answers[row.job_id] = claimed
         events.append(_event(job_rules.CLAIM, claimed.job_id, claimed.attempt, by, _lease_details(own)))
-    _write_lease_tokens(conn, {c.job_id: c.lease.key for c in answers.values() if isinstance(c, Claim) and c.lease})
+    _write_lease_tokens(
+        conn, {c.job_id: c.lease.key for c in answers.values() if isinstance(c, Claim) and c.lease}
+    )
     audit.record(conn, events)
 
 
-def _claim_of(row: Row[Any], attempt: int, lease: Granted | None) -> Claim:
+def _claim_of(row: _Offered, attempt: int, lease: Granted | None) -> Claim:
     return Claim(
-        row.job_id, attempt, row.type, row.payload, row.agent, row.model_id, row.max_runtime_sec, row.trace_context, lease
+        row.job_id,
+        attempt,
+        row.type,
+        row.payload,
+        row.agent,
+        row.model_id,
+        row.max_runtime_sec,
+        row.trace_context,
+        lease,
     )
 
 
 def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
     if lease is None:
         return None
-    return {"mode": lease.mode, "memory_mb": lease.request.memory_mb, "gpus": [gpu.gpu_uuid for gpu in lease.gpus]}
+    return {
+        "mode": lease.mode,
+        "memory_mb": lease.request.memory_mb,
+        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
+    }
 
 
-def _event(arrow: Arrow, job_id: str, attempt: int, by: Claimant, details: dict[str, Any] | None) -> audit.Event:
+def _event(
+    arrow: Arrow, job_id: str, attempt: int, by: Claimant, details: dict[str, Any] | None
+) -> audit.Event:
     return audit.Event(
-        arrow.event, job_id=job_id, attempt=attempt, worker_id=by.worker_id, pool_id=by.pool_id, details=details
+        arrow.event,
+        job_id=job_id,
+        attempt=attempt,
+        worker_id=by.worker_id,
+        pool_id=by.pool_id,
+        details=details,
     )
 
 
-@lru_cache(maxsize=64)
-def _lease_token_statement(count: int) -> Update:
-    chosen = case(*[(jobs.c.job_id == bindparam(f"id{i}"), bindparam(f"key{i}")) for i in range(count)])
-    return update(jobs).where(jobs.c.job_id.in_(bindparam("ids", expanding=True))).values(lease_token=chosen)
+def _set_lease_tokens(ids: Listed) -> Update:
+    chosen = case(*[(jobs.c.job_id == job_id, bindparam(f"key_{i}")) for i, job_id in enumerate(ids)])
+    return update(jobs).where(jobs.c.job_id.in_(ids)).values(lease_token=chosen)
+
+
+_LEASE_TOKENS = Hot(_set_lease_tokens)
 
 
 def _write_lease_tokens(conn: Connection, keys: Mapping[str, str]) -> None:
-    if not keys:
-        return
-    parameters: dict[str, Any] = {"ids": list(keys)}
-    for i, (job_id, key) in enumerate(keys.items()):
-        parameters |= {f"id{i}": job_id, f"key{i}": key}
-    conn.execute(_lease_token_statement(len(keys)), parameters)
+    if keys:
+        _LEASE_TOKENS.run(conn, list(keys), **{f"key_{i}": key for i, key in enumerate(keys.values())})
 
 
-def _defer(conn: Connection, row: Row[Any], reason: str, delay_s: float) -> None:
-    """pending → pending, later: nobody's fault, no attempt charged; the reason is what `explain` shows."""
+def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:
+    """Pending → pending, later: nobody's fault, no attempt charged; the reason is what `explain` shows."""
     _move(conn, job_rules.DEFER, row.attempt, [row.job_id], wait_reason=reason[:255], delay_s=delay_s)
 
 
@@ -409,6 +500,7 @@ class End:
     error_kind: ErrorKind | None = None
     error: str | None = None
     retry_after_s: float | None = None
+    lease_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -419,21 +511,47 @@ class Settled:
     arrow: Arrow | None
 
 
-_OWNERSHIP = (
-    select(
-        jobs.c.job_id,
-        jobs.c.type,
-        jobs.c.lane,
-        jobs.c.status,
-        jobs.c.attempt,
-        jobs.c.attempts,
-        jobs.c.max_attempts,
-        jobs.c.crashes,
-        jobs.c.lease_token,
+_OWNERSHIP = Hot(
+    lambda ids: (
+        select(
+            jobs.c.job_id,
+            jobs.c.status,
+            jobs.c.attempt,
+            jobs.c.attempts,
+            jobs.c.max_attempts,
+            jobs.c.crashes,
+            jobs.c.lease_token,
+            jobs.c.error_kind,
+            jobs.c.worker_id,
+        )
+        .where(jobs.c.job_id.in_(ids))
+        .with_for_update()
     )
-    .where(jobs.c.job_id.in_(bindparam("ids", expanding=True)))
-    .with_for_update()
 )
+
+
+class _NotAllOwnedError(Exception):
+    """Some of these attempts lost their jobs; nothing is written on the assumption that none did."""
+
+
+def settle(
+    db: Database, by: Claimant, starts: Sequence[Start], ends: Sequence[End], policy: RetryPolicy
+) -> list[Settled]:
+    """`record` in a transaction of its own, on the short way when all went well, which is nearly always."""
+    if not starts and all(end.outcome is Outcome.DONE for end in ends):
+        try:
+            return db.write(lambda conn: _finish_all(conn, by, ends))
+        except _NotAllOwnedError:
+            pass  # rolled back; now find out which
+    return db.write(lambda conn: record(conn, by, starts, ends, policy))
+
+
+def _finish_all(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[Settled]:
+    """Owned → done for all of them, or nothing: the guarded UPDATE is the check, no row is read before it."""
+    events = _finish(conn, by, ends)
+    leases.free(conn, [end.lease_key for end in ends if end.lease_key])
+    audit.record(conn, events)
+    return [Settled(end, job_rules.FINISH) for end in ends]
 
 
 def record(
@@ -444,30 +562,43 @@ def record(
     An attempt that no longer owns its job changes nothing; that is a normal outcome, not an error.
     """
     ids = [event.job_id for event in (*starts, *ends)]
-    rows = {row.job_id: row for row in conn.execute(_OWNERSHIP, {"ids": ids})}
+    rows = {row.job_id: row for row in _OWNERSHIP.run(conn, ids)}
     _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, {Status.CLAIMED})])
     settled = []
     events: list[audit.Event] = []
-    finished: list[tuple[Row[Any], End]] = []
+    finished: list[End] = []
     for end in ends:
         row = rows.get(end.job_id)
-        if row is not None and row.attempt == end.attempt and row.status in _REPEATS.get(end.outcome, ()):
-            settled.append(Settled(end, _FIRST_ARROW[end.outcome]))  # our own commit, whose answer was lost
+        if row is not None and (first := _already(row, end)):
+            settled.append(Settled(end, first))  # our own commit, whose answer was lost
         elif row is None or not _owns(rows, end, job_rules.OWNED):
             settled.append(Settled(end, None))
         elif end.outcome is Outcome.DONE:
-            finished.append((row, end))
+            finished.append(end)
             settled.append(Settled(end, job_rules.FINISH))
         else:
             settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
     events += _finish(conn, by, finished)
-    leases.free(conn, [rows[s.end.job_id].lease_token for s in settled if s.arrow and rows[s.end.job_id].lease_token])
+    leases.free(
+        conn, [rows[s.end.job_id].lease_token for s in settled if s.arrow and rows[s.end.job_id].lease_token]
+    )
     audit.record(conn, events)
     return settled
 
 
-_REPEATS = {Outcome.DONE: {Status.DONE}, Outcome.SKIPPED: {Status.SKIPPED}}
-_FIRST_ARROW = {Outcome.DONE: job_rules.FINISH, Outcome.SKIPPED: job_rules.SKIP}
+_ENDED_BY = {
+    (Outcome.DONE, Status.DONE): job_rules.FINISH,
+    (Outcome.SKIPPED, Status.SKIPPED): job_rules.SKIP,
+    (Outcome.FAILED, Status.FAILED): job_rules.FAIL,
+    (Outcome.FAILED, Status.DEAD_LETTER): job_rules.BURY,
+}
+
+
+def _already(row: Row[Any], end: End) -> Arrow | None:
+    """The arrow that this very end took before; the kind of error tells a worker's end from the leader's."""
+    if row.attempt != end.attempt or (end.outcome is Outcome.FAILED and row.error_kind != end.error_kind):
+        return None
+    return _ENDED_BY.get((end.outcome, row.status))
 
 
 def _owns(rows: Mapping[str, Row[Any]], event: Start | End, states: Collection[Status]) -> bool:
@@ -481,22 +612,24 @@ def _start(conn: Connection, by: Claimant, rows: Sequence[Row[Any]]) -> None:
     audit.record(conn, [_event(job_rules.START, row.job_id, row.attempt, by, None) for row in rows])
 
 
-def _finish(conn: Connection, by: Claimant, finished: Sequence[tuple[Row[Any], End]]) -> list[audit.Event]:
-    if not finished:
-        return []
-    for attempt, ids in _by_attempt([row for row, _ in finished]):
-        _move(conn, job_rules.FINISH, attempt, ids)
-    conn.execute(
-        insert(results),
+def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.Event]:
+    for attempt, ids in _by_attempt(ends):
+        if _move(conn, job_rules.FINISH, attempt, ids) != len(ids):
+            raise _NotAllOwnedError
+    insert_rows(
+        conn,
+        results,
         [
-            {"job_id": end.job_id, "attempt": end.attempt, "result": end.result, "run_seconds": end.run_seconds}
-            for _, end in finished
+            {
+                "job_id": end.job_id,
+                "attempt": end.attempt,
+                "result": end.result,
+                "run_seconds": end.run_seconds,
+            }
+            for end in ends
         ],
     )
-    return [
-        _event(job_rules.FINISH, end.job_id, end.attempt, by, {"run_seconds": round(end.run_seconds, 6)})
-        for _, end in finished
-    ]
+    return [_event(job_rules.FINISH, end.job_id, end.attempt, by, None) for end in ends]
 
 
 def _end_otherwise(
@@ -540,7 +673,8 @@ def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit:
     ).all()
     reason = f"worker {dead.worker_id} stopped sending heartbeats"
     ends = [
-        End(row.job_id, row.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason) for row in owned
+        End(row.job_id, row.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason)
+        for row in owned
     ]
     return record(conn, dead, [], ends, policy) if ends else []
 

@@ -58,8 +58,9 @@ def ensure_row(db: Database, name: str) -> None:
 
 def take(conn: Connection, name: str, holder: str, ttl_s: float, *, lock_held: bool) -> int | None:
     """Begin a term: epoch + 1. Without the lock's word, only when the last term is over. None when not taken."""
-    row = conn.execute(select(leadership).where(leadership.c.name == name).with_for_update()).one()
-    if not lock_held and not conn.execute(select(or_(row.expires_at is None, row.expires_at <= utc_now()))).scalar():
+    over = or_(leadership.c.expires_at.is_(None), leadership.c.expires_at <= utc_now()).label("over")
+    row = conn.execute(select(leadership, over).where(leadership.c.name == name).with_for_update()).one()
+    if not lock_held and not row.over:
         return None
     epoch = int(row.epoch) + 1
     conn.execute(

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, select, update
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.leases import Denied, Granted, GpuShare, LeaseRequest, token_hash
 from orchestrator.placement import GpuView, Placed, place
 from orchestrator.store import audit
 from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import gpus, lease_gpus, leases
 
 #: Times a batch is placed anew when another process took the memory between the look and the UPDATE.
@@ -79,7 +80,9 @@ def _place_all(
     answers: dict[int, Placed | Denied] = {}
     open_requests = list(range(len(requests)))
     for _ in range(MAX_ROUNDS):
-        proposals = _propose(snapshot(conn, stale_s, node_id), [(i, requests[i]) for i in open_requests], answers)
+        proposals = _propose(
+            snapshot(conn, stale_s, node_id), [(i, requests[i]) for i in open_requests], answers
+        )
         open_requests = _take(conn, requests, proposals, stale_s)
         answers |= {i: placed for i, placed in proposals.items() if i not in open_requests}
         if not open_requests:
@@ -143,14 +146,13 @@ def _give_back(conn: Connection, amounts: Mapping[str, int]) -> None:
 def _insert(conn: Connection, granted: list[Granted]) -> None:
     if not granted:
         return
-    conn.execute(insert(leases), [_row(lease) for lease in granted])
+    insert_rows(conn, leases, [_row(lease) for lease in granted])
     shares = [
         {"token": lease.key, "gpu_uuid": gpu.gpu_uuid, "memory_mb": lease.request.memory_mb}
         for lease in granted
         for gpu in lease.gpus
     ]
-    if shares:
-        conn.execute(insert(lease_gpus), shares)
+    insert_rows(conn, lease_gpus, shares)
 
 
 def _row(lease: Granted) -> dict[str, Any]:
@@ -218,7 +220,9 @@ def release(conn: Connection, token: str, actor: str | None = None) -> str:
     row = _find(conn, key, lock=True)
     if row.state == "active":
         _end(conn, [key], "released")
-        audit.record(conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": key[:12]})])
+        audit.record(
+            conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": key[:12]})]
+        )
     state: str = row.state
     return state
 
@@ -234,7 +238,11 @@ def purge(conn: Connection, limit: int = 200) -> int:
     ).all()
     _end(conn, [row.token for row in due], "expired")
     audit.record(
-        conn, [audit.Event("lease.expired", actor=row.agent_name, details={"lease": row.token[:12]}) for row in due]
+        conn,
+        [
+            audit.Event("lease.expired", actor=row.agent_name, details={"lease": row.token[:12]})
+            for row in due
+        ],
     )
     return len(due)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, insert, select, update
+from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerLost
 from orchestrator.gpu import Gpu
@@ -30,9 +32,8 @@ class Worker:
 def register(conn: Connection, worker: Worker, gpu_backend: str) -> None:
     known = conn.execute(select(nodes.c.node_id).where(nodes.c.node_id == worker.node_id)).scalar()
     if known is None:
-        conn.execute(
-            insert(nodes),
-            {"node_id": worker.node_id, "hostname": worker.hostname, "gpu_backend": gpu_backend},
+        _insert_once(
+            conn, nodes, {"node_id": worker.node_id, "hostname": worker.hostname, "gpu_backend": gpu_backend}
         )
     conn.execute(
         insert(workers),
@@ -126,8 +127,9 @@ def record_gpus(conn: Connection, node_id: str, sample: Sequence[Gpu], gate_pct:
             "reason": gpu.health_reason,
         }
         if conn.execute(_UPDATE_GPU, values).rowcount == 0:
-            conn.execute(
-                insert(gpus),
+            _insert_once(
+                conn,
+                gpus,
                 {
                     "gpu_uuid": gpu.uuid,
                     "node_id": node_id,
@@ -137,8 +139,17 @@ def record_gpus(conn: Connection, node_id: str, sample: Sequence[Gpu], gate_pct:
                     "usable_mb": values["usable"],
                     "used_mb": gpu.used_mb,
                     "foreign_mb": gpu.foreign_mb,
+                    "utilization": gpu.utilization,
+                    "health": gpu.health,
+                    "health_reason": gpu.health_reason,
                 },
             )
+
+
+def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
+    """Insert a row unless a neighbour on the same node did so a moment ago; its row is as good as ours."""
+    with suppress(IntegrityError), conn.begin_nested():
+        conn.execute(insert(table), row)
 
 
 def deregister(conn: Connection, worker: Worker) -> None:
@@ -154,7 +165,9 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
     """Mark workers whose heartbeats stopped; from then on they cannot heartbeat any more."""
     silent = conn.execute(
         select(workers)
-        .where(workers.c.status.in_(("active", "draining")), workers.c.last_heartbeat <= utc_shift(-timeout_s))
+        .where(
+            workers.c.status.in_(("active", "draining")), workers.c.last_heartbeat <= utc_shift(-timeout_s)
+        )
         .order_by(workers.c.last_heartbeat)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -173,7 +186,9 @@ def lost_with_jobs(conn: Connection, limit: int) -> list[Worker]:
     """Lost or stopped workers that still own jobs, e.g. because a leader died half-way through giving them away."""
     owning = select(jobs.c.worker_id).where(jobs.c.status.in_(("claimed", "running"))).distinct()
     rows = conn.execute(
-        select(workers).where(workers.c.status.in_(("lost", "stopped")), workers.c.worker_id.in_(owning)).limit(limit)
+        select(workers)
+        .where(workers.c.status.in_(("lost", "stopped")), workers.c.worker_id.in_(owning))
+        .limit(limit)
     )
     return [_worker(row) for row in rows]
 
@@ -207,7 +222,13 @@ def list_gpus(conn: Connection, stale_s: float) -> list[dict[str, Any]]:
 
 def _worker(row: Any) -> Worker:
     return Worker(
-        row.worker_id, row.node_id, row.pool_id, row.hostname, row.pid, row.slots, tuple(json.loads(row.types))
+        row.worker_id,
+        row.node_id,
+        row.pool_id,
+        row.hostname,
+        row.pid,
+        row.slots,
+        tuple(json.loads(row.types)),
     )
 
 

@@ -6,47 +6,41 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, bindparam, func, select, update
 
-from orchestrator.jobs import Ready, Status
+from orchestrator.jobs import Queued, Ready
 from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs, lanes, workers
 
 
-_UNPUBLISHED = (
+_READY = (
     select(jobs.c.job_id, jobs.c.type, jobs.c.trace_context)
-    .where(
-        jobs.c.lane == bindparam("of_lane"),
-        jobs.c.status == Status.PENDING,
-        jobs.c.delayed.is_(False),
-        jobs.c.published_at.is_(None),
-    )
+    .where(jobs.c.lane == bindparam("of_lane"), jobs.c.queued == Queued.READY)
     .order_by(jobs.c.rank)
     .limit(bindparam("most"))
     .with_for_update(skip_locked=True)
 )
-_PUBLISH = (
-    update(jobs)
-    .where(
-        jobs.c.job_id.in_(bindparam("ids", expanding=True)),
-        jobs.c.status == Status.PENDING,
-        jobs.c.published_at.is_(None),
+_ANNOUNCE = Hot(
+    lambda ids: (
+        update(jobs)
+        .where(jobs.c.job_id.in_(ids), jobs.c.queued == Queued.READY)
+        .values(queued=Queued.ANNOUNCED, published_at=utc_now())
     )
-    .values(published_at=utc_now())
 )
 
 
 def take(conn: Connection, lane: str, limit: int) -> list[Ready]:
-    """Mark the next `limit` jobs of a lane as published, in order of rank. Two takers never get the same job."""
-    ready = [Ready(*row) for row in conn.execute(_UNPUBLISHED, {"of_lane": lane, "most": limit})]
+    """ready → announced for the next `limit` jobs of a lane, in order of rank. Two takers never get the same job."""
+    ready = [Ready(*row) for row in conn.execute(_READY, {"of_lane": lane, "most": limit})]
     if ready:
-        conn.execute(_PUBLISH, {"ids": [job.job_id for job in ready]})
+        _ANNOUNCE.run(conn, [job.job_id for job in ready])
     return ready
 
 
 def promote_due(conn: Connection, limit: int) -> int:
-    """Delayed jobs whose time has come become ready."""
+    """delayed → ready for jobs whose time has come."""
     due = conn.execute(
         select(jobs.c.job_id)
-        .where(jobs.c.status == Status.PENDING, jobs.c.delayed.is_(True), jobs.c.not_before <= utc_now())
+        .where(jobs.c.not_before <= utc_now(), jobs.c.queued == Queued.DELAYED)
         .order_by(jobs.c.not_before)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -54,39 +48,40 @@ def promote_due(conn: Connection, limit: int) -> int:
     ids = list(due)
     if ids:
         conn.execute(
-            update(jobs).where(jobs.c.job_id.in_(ids), jobs.c.status == Status.PENDING).values(delayed=False)
+            update(jobs)
+            .where(jobs.c.job_id.in_(ids), jobs.c.queued == Queued.DELAYED)
+            .values(queued=Queued.READY, not_before=None)
         )
     return len(ids)
 
 
 def announced(conn: Connection, lane: str, older_than_s: float, limit: int) -> list[str]:
-    """Jobs of a lane that were published a while ago and nobody has claimed: their entries should exist."""
+    """Jobs of a lane that were announced a while ago and nobody has claimed: their entries should exist."""
     rows = conn.execute(
         select(jobs.c.job_id)
         .where(
             jobs.c.lane == lane,
-            jobs.c.status == Status.PENDING,
-            jobs.c.delayed.is_(False),
+            jobs.c.queued == Queued.ANNOUNCED,
             jobs.c.published_at <= utc_shift(-older_than_s),
         )
-        .order_by(jobs.c.published_at)
+        .order_by(jobs.c.rank)
         .limit(limit)
     )
     return list(rows.scalars())
 
 
 def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.0) -> int:
-    """Let the publisher announce these again, unless somebody did so or claimed them meanwhile."""
+    """announced → ready, unless somebody announced them anew or claimed them meanwhile."""
     if not job_ids:
         return 0
     return conn.execute(
         update(jobs)
         .where(
             jobs.c.job_id.in_(job_ids),
-            jobs.c.status == Status.PENDING,
+            jobs.c.queued == Queued.ANNOUNCED,
             jobs.c.published_at <= utc_shift(-older_than_s),
         )
-        .values(published_at=None)
+        .values(queued=Queued.READY, published_at=None)
     ).rowcount
 
 

@@ -31,12 +31,9 @@ from sqlalchemy import (
 )
 
 from orchestrator.jobs import Status
-from orchestrator.store.dialect import LongText, UtcDateTime, utc_now
+from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
 
 metadata = MetaData()
-
-#: Names compare byte by byte: job "A" is not job "a", on either database.
-OPTIONS = {"mysql_engine": "InnoDB", "mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin"}
 
 POOL_STATES = ("starting", "running", "draining", "stopped", "evicted")
 WORKER_STATES = ("active", "draining", "stopped", "lost")
@@ -86,7 +83,8 @@ jobs = Table(
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("crashes", Integer, nullable=False, server_default="0"),
-    Column("delayed", Boolean, nullable=False, server_default="0"),
+    # `queued` says where a pending job waits: delayed (until not_before) → ready → announced. NULL: not pending.
+    Column("queued", String(10), server_default="ready"),
     Column("not_before", UtcDateTime),
     Column("wait_reason", String(255)),
     Column("published_at", UtcDateTime),
@@ -104,17 +102,17 @@ jobs = Table(
     Column("last_error", Text),
     _one_of("status", tuple(Status), "jobs"),
     CheckConstraint(text("attempts <= attempt"), name="ck_jobs_attempts"),
-    # The publisher's range scan: due, unpublished, in order of rank.
-    Index("ix_jobs_ready", "lane", "status", "delayed", "published_at", "rank"),
-    # Delayed jobs that become due.
-    Index("ix_jobs_due", "status", "delayed", "not_before"),
-    # The jobs of a dead worker.
-    Index("ix_jobs_worker", "worker_id", "status"),
+    CheckConstraint(text("(status = 'pending') = (queued IS NOT NULL)"), name="ck_jobs_queued"),
+    # The publisher's range scan: what is ready, in order of rank; and what is announced. Owned and ended jobs have
+    # no `queued`, so their further life does not touch this index.
+    Index("ix_jobs_queue", "lane", "queued", "rank"),
+    # Delayed jobs that become due; NULL for all others.
+    Index("ix_jobs_due", "not_before"),
     # Keyset pages.
     Index("ix_jobs_created", "created_at"),
     Index("ix_jobs_agent", "agent", "created_at"),
     Index("ix_jobs_status", "status", "created_at"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 lanes = Table(
@@ -122,7 +120,7 @@ lanes = Table(
     metadata,
     Column("lane", String(128), primary_key=True),
     _created(),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 results = Table(
@@ -133,7 +131,7 @@ results = Table(
     *_json("result", "results", nullable=False),
     Column("run_seconds", Float, nullable=False),
     _created(),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 leases = Table(
@@ -159,7 +157,7 @@ leases = Table(
     Index("idx_leases_agent", "agent_name"),
     Index("ix_leases_expiry", "state", "expires_at"),
     Index("ix_leases_worker", "worker_id"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 lease_gpus = Table(
@@ -169,7 +167,7 @@ lease_gpus = Table(
     Column("gpu_uuid", String(64), primary_key=True),
     Column("memory_mb", Integer, nullable=False),
     Index("ix_lease_gpus_gpu", "gpu_uuid"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 nodes = Table(
@@ -180,7 +178,7 @@ nodes = Table(
     Column("gpu_backend", String(64), nullable=False),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 gpus = Table(
@@ -202,7 +200,7 @@ gpus = Table(
     # Backstop of the guarded UPDATE: no bug may drive the account below zero.
     CheckConstraint(text("leased_mb >= 0"), name="ck_gpus_leased_mb"),
     Index("ix_gpus_node", "node_id"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 workers = Table(
@@ -224,7 +222,7 @@ workers = Table(
     _one_of("status", WORKER_STATES, "workers"),
     Index("ix_workers_liveness", "status", "last_heartbeat"),
     Index("ix_workers_pool", "pool_id", "status"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 worker_pools = Table(
@@ -243,7 +241,7 @@ worker_pools = Table(
     Column("hold_seconds", Integer, nullable=False, server_default="600"),
     *_json("metadata", "pools"),
     _one_of("status", POOL_STATES, "pools"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 leadership = Table(
@@ -254,7 +252,7 @@ leadership = Table(
     Column("epoch", BigInteger, nullable=False, server_default="0"),
     Column("acquired_at", UtcDateTime),
     Column("expires_at", UtcDateTime),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 concurrency_caps = Table(
@@ -264,7 +262,7 @@ concurrency_caps = Table(
     Column("in_use", Integer, nullable=False, server_default="0"),
     Column("max_in_use", Integer, nullable=False),
     CheckConstraint(text("in_use >= 0"), name="ck_caps_in_use"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 policies = Table(
@@ -276,14 +274,13 @@ policies = Table(
     *_json("document", "policies", nullable=False),
     Column("actor", String(255)),
     _created("updated_at"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )
 
 audit = Table(
     "orchestrator_audit",
     metadata,
-    # SQLite counts rows only in a column that is exactly INTEGER.
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("id", CountingId, primary_key=True, autoincrement=True),
     _created("ts"),
     Column("event_type", String(128), nullable=False),
     Column("job_id", String(128)),
@@ -293,5 +290,5 @@ audit = Table(
     Column("actor", String(255)),
     *_json("details", "audit"),
     Index("ix_audit_job", "job_id", "id"),
-    **OPTIONS,
+    **TABLE_OPTIONS,
 )

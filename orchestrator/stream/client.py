@@ -19,11 +19,12 @@ def connect(settings: Settings) -> redis.Redis:
     A command whose answer got lost may have been done: repeating an XADD would announce a job twice, repeating an
     XREADGROUP would strand the entries of the first answer. Callers know what may be repeated; the client does not.
     """
+    local = settings.redis_url.startswith("unix://")  # such a socket knows no keepalive, and needs none
     return redis.Redis.from_url(
         settings.redis_url,
+        **({} if local else {"socket_keepalive": True}),
         socket_timeout=settings.redis_timeout_s,
         socket_connect_timeout=settings.redis_timeout_s,
-        socket_keepalive=True,
         retry=Retry(NoBackoff(), 0),
         retry_on_error=[],
         protocol=2,

@@ -161,6 +161,10 @@ class LaneReader:
         self._look_back = True
         self._grouped = False
 
+    def look_back(self) -> None:
+        """The next read begins with what was delivered to this consumer and not acknowledged."""
+        self._look_back = True
+
     def read(self, count: int, block_ms: int) -> list[Entry]:
         """Up to `count` entries; waits at most `block_ms` for the first. Entries may come twice after a fault."""
         try:

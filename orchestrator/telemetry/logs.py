@@ -9,7 +9,12 @@ from datetime import UTC, datetime
 
 from orchestrator.settings import Settings
 
-_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message",
+    "asctime",
+    "taskName",
+    "color_message",
+}
 
 
 def configure(settings: Settings) -> None:

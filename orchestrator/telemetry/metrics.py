@@ -1,15 +1,26 @@
 """Prometheus metrics, named as in the contract. Other modules say what happened; names and labels stay here.
 
-Counters and histograms count what this process did. Gauges describe the cluster and are read from the database
-when somebody asks, so every instance shows the same values.
+Counters and histograms count what this process did. Gauges describe the cluster and are read from the
+database when somebody asks, so every instance shows the same values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Info
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from orchestrator import __version__
 
@@ -20,7 +31,10 @@ _duty_seconds = Histogram("duty_seconds", "Time a leader's duty took.", ["duty"]
 _duty_failures = Counter("duty_failures_total", "Runs of a duty that failed.", ["duty"], namespace=_PREFIX)
 _submitted = Counter("jobs_submitted_total", "Jobs accepted by this instance.", ["type"], namespace=_PREFIX)
 _lease_decisions = Counter(
-    "lease_decisions_total", "Answers to lease requests by this instance.", ["decision", "reason"], namespace=_PREFIX
+    "lease_decisions_total",
+    "Answers to lease requests by this instance.",
+    ["decision", "reason"],
+    namespace=_PREFIX,
 )
 _build = Info("build", "The version that runs.", namespace=_PREFIX)
 _build.info({"version": __version__})
@@ -30,7 +44,7 @@ MAX_TYPES = 200
 _types: set[str] = set()
 
 
-def leading(holder: str, leads: bool) -> None:  # noqa: FBT001 - the gauge's value
+def leading(holder: str, leads: bool) -> None:
     _leader.labels(holder).set(int(leads))
 
 
@@ -58,4 +72,72 @@ def _bounded(job_type: str) -> str:
     return job_type if job_type in _types else "other"
 
 
-__all__ = ["REGISTRY", "duty", "duty_failed", "leading", "lease_decided", "submitted"]
+# Gauges of the cluster.
+
+#: Name → what it says, its labels. A gauge whose source is away is absent: zero would be a claim.
+CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
+    "database_up": ("1 when the database answered this scrape; without it most gauges here are absent.", ()),
+    "redis_up": ("1 when Redis answered this scrape.", ()),
+    "leases_active": ("GPU leases that are held, those of jobs included.", ()),
+    "leases_free": (
+        "GPUs that could grant a lease now: healthy, sampled lately, with usable memory left.",
+        (),
+    ),
+    "job_queue_depth": (
+        "Jobs that are due and wait for a worker, in the database and in the stream.",
+        ("stream",),
+    ),
+    "oldest_pending_age_seconds": (
+        "Age of the oldest job that is due and waits; 0 when none does.",
+        ("stream",),
+    ),
+    "jobs_in_flight": ("Jobs that a worker has claimed or runs.", ("pool_id",)),
+    "gpu_mem_used_pct": ("Memory in use as the node last measured it, by whomever.", ("node", "gpu_index")),
+    "gpu_mem_leased_mb": ("Memory promised to leases.", ("node", "gpu_index")),
+    "gpu_mem_foreign_mb": ("Memory used by processes without a lease.", ("node", "gpu_index")),
+    "worker_pool_workers": ("Workers of the pool that are alive, draining ones included.", ("pool_id",)),
+    "worker_heartbeat_age_seconds": (
+        "Age of the oldest last heartbeat among a pool's live workers.",
+        ("pool_id",),
+    ),
+    "dlq_depth": ("Entries in the dead-letter stream.", ()),
+    "leader_epoch": ("Epoch of the current or last term.", ()),
+}
+
+#: Name → label values → value.
+Readings = Mapping[str, Mapping[tuple[str, ...], float]]
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class _Once(Collector):
+    def __init__(self, readings: Readings) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, values in self._readings.items():
+            text, labels = CLUSTER[name]
+            family = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=labels)
+            for key, value in values.items():
+                family.add_metric(key, value)
+            yield family
+
+
+def exposition(readings: Readings) -> bytes:
+    """What this process counted and what was read about the cluster, in Prometheus' text format."""
+    cluster = CollectorRegistry()
+    cluster.register(_Once(readings))
+    return generate_latest(REGISTRY) + generate_latest(cluster)
+
+
+__all__ = [
+    "CLUSTER",
+    "CONTENT_TYPE",
+    "REGISTRY",
+    "Readings",
+    "duty",
+    "duty_failed",
+    "exposition",
+    "leading",
+    "lease_decided",
+    "submitted",
+]

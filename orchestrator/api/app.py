@@ -1,0 +1,40 @@
+"""The application: routers, errors and the guard around one orchestrator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from orchestrator import __version__
+from orchestrator.api import cluster, health, jobs, leases, problems, submit
+from orchestrator.api.backend import Backend
+from orchestrator.api.guard import Guard
+from orchestrator.api.replies import Json
+from orchestrator.daemon import Orchestrator
+
+
+def create_app(orchestrator: Orchestrator) -> FastAPI:
+    """The orchestrator is started and closed by whoever made it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        app.state.backend.close()
+
+    app = FastAPI(
+        title="gpu-orchestrator",
+        version=__version__,
+        lifespan=lifespan,
+        default_response_class=Json,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.backend = Backend(orchestrator)
+    problems.install(app)
+    app.add_middleware(Guard, bound_host=orchestrator.settings.host)
+    for module in (submit, jobs, leases, cluster, health):
+        app.include_router(module.router)
+    return app

@@ -1,0 +1,72 @@
+"""What handlers work with: the orchestrator, behind calls that never block the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+
+from orchestrator.api.gauges import Gauges
+from orchestrator.api.probes import Probes
+from orchestrator.api.waiters import Waiters
+from orchestrator.daemon import Orchestrator
+from orchestrator.errors import DatabaseUnavailable
+from orchestrator.jobs import NewJob
+from orchestrator.leases import Denied, Granted, LeaseRequest
+from orchestrator.store import job_reads
+from orchestrator.store.jobs import Verdict
+
+T = TypeVar("T")
+
+
+class Backend:
+    """One per app. Every call ends within `db_timeout_s`, also when the database is frozen."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self.orchestrator = orchestrator
+        self.settings = orchestrator.settings
+        self.waiters = Waiters(self._ended)
+        self.gauges = Gauges(orchestrator)
+        self.probes = Probes(orchestrator)
+        # More threads than connections would only wait for connections.
+        self._threads = ThreadPoolExecutor(self.settings.db_pool_size, thread_name_prefix="api-db")
+
+    async def read(self, work: Callable[[Any], T]) -> T:
+        return await self._in_thread(lambda: self.orchestrator.db.read(work))
+
+    async def write(self, work: Callable[[Any], T]) -> T:
+        return await self._in_thread(lambda: self.orchestrator.db.write(work))
+
+    async def submit(self, jobs: Sequence[NewJob]) -> list[Verdict]:
+        return await self._limited(asyncio.wrap_future(self.orchestrator.submit(jobs)))
+
+    async def lease(self, request: LeaseRequest) -> Granted | Denied:
+        return await self._limited(asyncio.wrap_future(self.orchestrator.lease(request)))
+
+    def close(self) -> None:
+        self.waiters.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ended(self, job_ids: list[str]) -> set[str]:
+        return await self.read(lambda conn: job_reads.terminal_among(conn, job_ids))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await self._limited(asyncio.get_running_loop().run_in_executor(self._threads, call))
+
+    async def _limited(self, answer: Awaitable[T]) -> T:
+        limit = self.settings.db_timeout_s
+        try:
+            return await asyncio.wait_for(answer, limit)
+        except TimeoutError:
+            raise DatabaseUnavailable(f"no answer within {limit:g} seconds") from None
+
+
+async def _backend(request: Request) -> Backend:  # a coroutine: the framework runs plain functions in threads
+    backend: Backend = request.app.state.backend
+    return backend
+
+
+Api = Annotated[Backend, Depends(_backend)]

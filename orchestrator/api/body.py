@@ -1,0 +1,84 @@
+"""Request bodies: bytes are counted while they arrive, and only one reading of the JSON is possible.
+
+Refused: what JSON does not have (NaN, Infinity), what two parsers read differently (a key that occurs twice,
+a byte order mark, invalid UTF-8) and compressed bodies, whose size on arrival says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from fastapi import Request
+
+from orchestrator.api.problems import BodyTooSlow, MalformedBody, UnsupportedMediaType
+from orchestrator.errors import PayloadTooLarge
+
+#: Seconds a body may take to arrive.
+ARRIVAL_LIMIT_S = 30.0
+#: Bytes from which a body is parsed in a thread, so that other requests need not wait for it.
+LARGE = 65_536
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """The body as JSON. Raises UnsupportedMediaType, PayloadTooLarge, BodyTooSlow or MalformedBody."""
+    _require_json(request)
+    raw = await _read(request, limit)
+    return parse(raw) if len(raw) < LARGE else await asyncio.to_thread(parse, raw)
+
+
+def _require_json(request: Request) -> None:
+    kind, *parameters = request.headers.get("content-type", "").lower().split(";")
+    charsets = {text.strip() for text in parameters if "charset" in text}
+    if kind.strip() != "application/json" or charsets - {"charset=utf-8", 'charset="utf-8"'}:
+        raise UnsupportedMediaType("send Content-Type: application/json, in UTF-8")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("send the body as it is, without Content-Encoding")
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_large(limit)
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(ARRIVAL_LIMIT_S):
+            # What was announced is not believed: chunked bodies announce nothing.
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise _too_large(limit)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {ARRIVAL_LIMIT_S:g} seconds") from None
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than {limit} bytes; pass a reference to the data", "body")
+
+
+def parse(raw: bytes) -> Any:
+    """Raises MalformedBody."""
+    try:
+        return json.loads(raw.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
+    except RecursionError:
+        raise MalformedBody("the body is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise MalformedBody("the body is not UTF-8") from None
+    except json.JSONDecodeError as wrong:
+        raise MalformedBody(f"the body is not JSON: {wrong}") from None
+    except ValueError as wrong:  # an integer of thousands of digits
+        raise MalformedBody(f"the body cannot be read: {str(wrong)[:200]}") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise MalformedBody(f"the body is not JSON: it has no {name}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise MalformedBody("the body is ambiguous: an object has the same key twice")
+    return made

@@ -1,0 +1,32 @@
+"""What the cluster consists of: workers, GPUs, the leader."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import APIRouter
+
+from orchestrator.api.backend import Api
+from orchestrator.api.replies import Json
+from orchestrator.store import leadership, nodes
+
+router = APIRouter(tags=["cluster"])
+
+
+@router.get("/workers")
+async def workers(api: Api) -> Json:
+    """Workers that are alive or were within the last hour."""
+    return Json({"workers": await api.read(nodes.list_workers)})
+
+
+@router.get("/gpus")
+async def gpus(api: Api) -> Json:
+    stale_s = api.settings.gpu_stale_s
+    return Json({"gpus": await api.read(lambda conn: nodes.list_gpus(conn, stale_s))})
+
+
+@router.get("/control/leader")
+async def leader(api: Api) -> Json:
+    """Who leads, by the database's word; `self` is the instance that answers."""
+    term = await api.read(lambda conn: leadership.current(conn, api.settings.leader_lock))
+    return Json(asdict(term) | {"self": api.orchestrator.holder})

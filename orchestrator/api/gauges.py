@@ -1,0 +1,98 @@
+"""The cluster in numbers, read when somebody scrapes; names and help texts are in `metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from orchestrator.api.probes import Probe
+from orchestrator.daemon import Orchestrator
+from orchestrator.errors import Unavailable
+from orchestrator.store import job_reads, leadership, nodes, outbox
+from orchestrator.store.job_reads import LaneDepth, PoolLiveness
+from orchestrator.telemetry.metrics import Readings
+
+#: Seconds for which a reading is good enough, however often somebody scrapes.
+KEEP_S = 1.0
+#: Clients may name any pool. Beyond this many, pools without workers share one label.
+MAX_LANES = 200
+OTHER = "other"
+
+Values = dict[tuple[str, ...], float]
+
+
+class Gauges:
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+        self._named: set[str] = set()
+        self._database = Probe(self._read_database, keep_s=KEEP_S)
+        self._redis = Probe(self._read_redis, keep_s=KEEP_S)
+
+    async def read(self) -> Readings:
+        """Whatever can be known now; what cannot is left out."""
+        return await _or_down(self._database, "database_up") | await _or_down(self._redis, "redis_up")
+
+    def _read_redis(self) -> dict[str, Values]:
+        return {"dlq_depth": {(): self._orchestrator.hub.dlq_depth()}}
+
+    def _read_database(self) -> dict[str, Values]:
+        db, settings = self._orchestrator.db, self._orchestrator.settings
+        pools = db.read(job_reads.live_pools)
+        gpus = db.read(lambda conn: nodes.list_gpus(conn, settings.gpu_stale_s))
+        term = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
+        return (
+            self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), pools)
+            | _gpus(gpus)
+            | {"leases_active": {(): db.read(job_reads.active_leases)}, "leader_epoch": {(): term.epoch}}
+        )
+
+    def _lanes(
+        self, known: Iterable[str], depths: Iterable[LaneDepth], pools: Iterable[PoolLiveness]
+    ) -> dict[str, Values]:
+        """An idle lane is a zero, not a gap: autoscalers scale on it."""
+        staffed = {pool.pool_id: pool for pool in pools}
+        depth = {lane.lane: lane for lane in depths}
+        waiting, age, running = Values(), Values(), Values()
+        for lane in {*known, *depth, *staffed}:
+            found = depth.get(lane, LaneDepth(lane, 0, 0, 0.0))
+            pool = self._label(lane, staffed=lane in staffed)
+            stream = (OTHER if pool == OTHER else self._orchestrator.hub.lane(lane).key,)
+            waiting[stream] = waiting.get(stream, 0) + found.pending
+            age[stream] = max(age.get(stream, 0.0), found.oldest_s)
+            running[(pool,)] = running.get((pool,), 0) + found.running
+        return {
+            "job_queue_depth": waiting,
+            "oldest_pending_age_seconds": age,
+            "jobs_in_flight": running,
+            "worker_pool_workers": {(pool_id,): pool.workers for pool_id, pool in staffed.items()},
+            "worker_heartbeat_age_seconds": {(pool_id,): pool.silent_s for pool_id, pool in staffed.items()},
+        }
+
+    def _label(self, lane: str, *, staffed: bool) -> str:
+        """Its own name for a lane with workers; for others while there is room, first come, first served."""
+        if not staffed and len(self._named) < MAX_LANES:
+            self._named.add(lane)
+        return lane if staffed or lane in self._named else OTHER
+
+
+async def _or_down(probe: Probe[dict[str, Values]], up: str) -> dict[str, Values]:
+    try:
+        return await probe.answer() | {up: {(): 1.0}}
+    except Unavailable:
+        return {up: {(): 0.0}}
+
+
+def _gpus(gpus: list[dict[str, Any]]) -> dict[str, Values]:
+    keyed = [((gpu["node_id"], str(gpu["gpu_index"])), gpu) for gpu in gpus]
+    usable = [gpu for gpu in gpus if gpu["fresh"] and gpu["health"] == "ok"]
+    free = [gpu for gpu in usable if gpu["usable_mb"] > gpu["leased_mb"] + gpu["foreign_mb"]]
+    none: tuple[str, ...] = ()
+    return {
+        "leases_free": {none: len(free)},
+        # A stale sample says nothing about now.
+        "gpu_mem_used_pct": {
+            key: 100 * gpu["used_mb"] / gpu["total_mb"] for key, gpu in keyed if gpu["fresh"]
+        },
+        "gpu_mem_foreign_mb": {key: gpu["foreign_mb"] for key, gpu in keyed if gpu["fresh"]},
+        "gpu_mem_leased_mb": {key: gpu["leased_mb"] for key, gpu in keyed},
+    }

@@ -1,0 +1,78 @@
+"""How this instance is: alive, ready, in detail, and in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from orchestrator import __version__
+from orchestrator.api.backend import Api
+from orchestrator.api.probes import Probe
+from orchestrator.api.replies import Json
+from orchestrator.errors import Unavailable
+from orchestrator.telemetry import metrics
+
+router = APIRouter(tags=["health"])
+
+T = TypeVar("T")
+
+
+@router.get("/livez")
+async def livez() -> Json:
+    """The process answers. Nothing else is asked: restarting us would not mend a database."""
+    return Json({"status": "ok"})
+
+
+@router.get("/readyz")
+async def readyz(api: Api) -> Json:
+    """Whether to send requests here. Submits need only the database; without Redis, jobs wait."""
+    database, redis = await _ask(api.probes.database), await _ask(api.probes.redis)
+    if isinstance(database, Unavailable):
+        return Json({"status": "unready", "reasons": [f"database: {database}"]}, 503)
+    return Json(
+        {"status": "ready", "degraded": [f"redis: {redis}"] if isinstance(redis, Unavailable) else redis}
+    )
+
+
+@router.get("/health")
+async def health(api: Api) -> Json:
+    """The same in detail, for people. Degraded: it works, and somebody should look."""
+    term, redis, pools = (
+        await _ask(api.probes.database),
+        await _ask(api.probes.redis),
+        await _ask(api.probes.workers),
+    )
+    down = isinstance(term, Unavailable)
+    fine = not isinstance(term, Unavailable) and term.alive and redis == []
+    body: dict[str, Any] = {
+        "status": "down" if down else "ok" if fine else "degraded",
+        "version": __version__,
+        "instance": api.orchestrator.holder,
+        "database": {"ok": not down} | _error(term),
+        "redis": {"ok": not isinstance(redis, Unavailable)} | (_error(redis) or {"warnings": redis}),
+        "workers": _error(pools)
+        if isinstance(pools, Unavailable)
+        else {"alive": sum(p.workers for p in pools)},
+        "leader": _error(term) if isinstance(term, Unavailable) else asdict(term),
+    }
+    return Json(body, 503 if down else 200)
+
+
+@router.get("/metrics")
+async def prometheus(api: Api) -> Response:
+    return Response(metrics.exposition(await api.gauges.read()), media_type=metrics.CONTENT_TYPE)
+
+
+async def _ask(probe: Probe[T]) -> T | Unavailable:
+    """The answer, or why there is none."""
+    try:
+        return await probe.answer()
+    except Unavailable as away:
+        return away
+
+
+def _error(answer: object) -> dict[str, Any]:
+    return {"error": answer.message} if isinstance(answer, Unavailable) else {}

@@ -1,0 +1,106 @@
+"""GET /jobs…: one record, its result, its history, and pages of records."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from orchestrator.api.backend import Api, Backend
+from orchestrator.api.replies import Json
+from orchestrator.errors import JobNotFound
+from orchestrator.jobs import NAME, Status
+from orchestrator.store import audit, job_reads
+from orchestrator.store.job_reads import Filter
+
+router = APIRouter(prefix="/jobs", tags=["jobs"])
+
+_Name = Annotated[str, Field(pattern=NAME, max_length=128)]
+
+
+async def _job_id(job_id: str) -> str:
+    """A name that no job can have is looked up by nobody: MariaDB, for one, would ignore trailing spaces."""
+    if len(job_id) > 128 or re.fullmatch(NAME, job_id) is None or job_id.endswith("\n"):
+        raise JobNotFound(job_id[:128])
+    return job_id
+
+
+JobId = Annotated[str, Depends(_job_id)]
+
+
+class OneQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    wait: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds to wait for the job to end")
+
+
+class PageQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    status: Status | None = None
+    agent: _Name | None = None
+    pool_id: _Name | None = None
+    type: _Name | None = None
+    limit: int = Field(50, ge=1, le=500)
+    cursor: str | None = Field(None, max_length=512)
+
+
+class EventsQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    after: int = Field(0, ge=0, lt=2**63, description="id of the last event already seen")
+    limit: int = Field(1000, ge=1, le=1000)
+
+
+@router.get("")
+async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
+    """Newest first, without payloads; `next_cursor` is null at the end."""
+    wanted = Filter(query.status, query.agent, query.pool_id, query.type)
+    found, following = await api.read(lambda conn: job_reads.page(conn, wanted, query.limit, query.cursor))
+    return Json({"jobs": found, "next_cursor": following})
+
+
+@router.get("/{job_id}")
+async def get(request: Request, api: Api, job_id: JobId, query: Annotated[OneQuery, Query()]) -> Json:
+    """The whole record. With `wait`, once the job has ended or that many seconds are over."""
+    if query.wait:
+        await _wait(request, api, job_id, min(query.wait, api.settings.wait_max_s))
+    return Json(await api.read(lambda conn: job_reads.get(conn, job_id)))
+
+
+@router.get("/{job_id}/result")
+async def result(api: Api, job_id: JobId) -> Json:
+    """What the job returned; 409 while it has not ended, 404 when it ended without a result."""
+    found = await api.read(lambda conn: job_reads.result(conn, job_id))
+    return Json({"job_id": job_id, "status": Status.DONE} | found)
+
+
+@router.get("/{job_id}/events")
+async def events(api: Api, job_id: JobId, query: Annotated[EventsQuery, Query()]) -> Json:
+    """Everything that happened to the job, oldest first."""
+    found = await api.read(lambda conn: audit.of_job(conn, job_id, query.after, query.limit))
+    if not found:
+        await api.read(lambda conn: job_reads.status(conn, job_id))
+    return Json({"events": found})
+
+
+async def _wait(request: Request, api: Backend, job_id: str, seconds: float) -> None:
+    """Until the job ends, the time is over or the client has gone: nobody waits for an absent client."""
+    waiting = asyncio.create_task(api.waiters.wait(job_id, seconds))
+    leaving = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not waiting.done():
+            waiting.cancel()
+    if not waiting.cancelled() and waiting.done():
+        waiting.result()  # raises what kept us from waiting
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,112 @@
+"""One orchestrator behind one HTTP server, from binding the port to the last disconnect.
+
+Order: port, orchestrator, HTTP; backwards at the end. Long polls are let go first, so that stopping never
+waits for jobs; what was accepted is committed before the databases are closed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from orchestrator.api.app import create_app
+from orchestrator.daemon import Orchestrator
+from orchestrator.errors import ConfigError
+from orchestrator.settings import Settings
+
+log = logging.getLogger(__name__)
+
+#: Seconds that requests get to end when the server stops.
+GRACE_S = 5
+
+Ready = Callable[[str], None]
+
+
+def serve(settings: Settings, ready: Ready | None = None) -> None:
+    """Run until SIGTERM or SIGINT; `ready` gets the URL once it answers.
+
+    Raises ConfigError when the port cannot be had; nothing was started then.
+    """
+    with listen(settings.host, settings.port) as listener:
+        orchestrator = Orchestrator(settings)
+        try:
+            orchestrator.start()
+            HttpServer(create_app(orchestrator), listener, ready).run()
+        finally:
+            orchestrator.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; nothing else has been started when it fails. Settings allow loopback addresses only."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            hint = "stop what listens there, or choose another with --port or ORCH_PORT (0 picks a free one)"
+            raise ConfigError(f"port {port} of {host} is taken; {hint}") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a socket that is bound already. `should_exit = True` ends it from another thread."""
+
+    def __init__(self, app: FastAPI, listener: socket.socket, ready: Ready | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,  # tokens of leases are part of paths
+            server_header=False,
+            proxy_headers=False,  # whoever reaches a loopback address could forge them
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        super().__init__(config)
+        self._app = app
+        self._listener = listener
+        self._ready = ready
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets or [self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        url = url_of(self._listener)
+        log.info("listening", extra={"url": url})
+        if self._ready is not None:
+            self._ready(url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.state.backend.waiters.close()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As in uvicorn, but without raising the signal again: it would kill us before we closed."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

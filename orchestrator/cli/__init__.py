@@ -1,0 +1,77 @@
+"""`gpuorch`: one module per noun, each command a few lines over the code that does the work.
+
+Exit codes: 0 ok · 1 refused or failed · 2 wrong usage · 3 a server cannot be reached · 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from orchestrator import __version__
+from orchestrator.errors import OrchestratorError, Unavailable
+
+REFUSED, UNREACHABLE, INTERRUPTED = 1, 3, 130
+
+#: Command, and the module that has it under the same name with underscores; the order is that of the help.
+COMMANDS = {
+    "dev": "dev",
+    "serve": "servers",
+    "worker": "servers",
+    "migrate": "schema",
+    "check-config": "configuration",
+    "doctor": "doctor",
+    "jobs": "jobs",
+    "leases": "fleet",
+    "workers": "fleet",
+    "gpus": "fleet",
+    "leader": "leader",
+    "duty": "leader",
+}
+
+
+class LazyCommands(click.Group):
+    """Imports only the module of the command that runs: the database's library alone takes a second."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
+
+
+@click.group(
+    cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(__version__, prog_name="gpuorch")
+def gpuorch() -> None:
+    """GPU job orchestrator: MariaDB remembers, Redis Streams delivers, workers hold GPU leases.
+
+    To try it without installing anything else: gpuorch dev
+    """
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. Errors that have a name end as one message, without a trace."""
+    try:
+        code = gpuorch.main(args=arguments, prog_name="gpuorch", standalone_mode=False)
+    except click.ClickException as wrong:
+        wrong.show()
+        return wrong.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except OrchestratorError as error:
+        click.echo(f"gpuorch: {error}", err=True)
+        return UNREACHABLE if isinstance(error, Unavailable) else REFUSED
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    sys.exit(run())

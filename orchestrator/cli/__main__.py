@@ -1,0 +1,5 @@
+"""`python -m orchestrator.cli` is `gpuorch`."""
+
+from orchestrator.cli import main
+
+main()

@@ -1,0 +1,124 @@
+"""`gpuorch dev`: the whole system in one command, with nothing else installed.
+
+    data directory ▶ Valkey ▶ SQLite and its schema ▶ worker (child process) ▶ API and leader (this process)
+
+It stops in the opposite order, so that the worker can still write down how its jobs ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+from pydantic import ValidationError
+
+from orchestrator.cli.child import WorkerChild
+from orchestrator.cli.options import with_settings
+from orchestrator.cli.schema import opened
+from orchestrator.cli.servers import run_api, stop_on_sigterm
+from orchestrator.embedded import DataDir, Valkey
+from orchestrator.errors import ConfigError
+from orchestrator.settings import Loaded, Settings
+from orchestrator.store import migrate
+from orchestrator.telemetry import logs
+
+SIMULATED = "sim:2x24576"
+
+
+@click.command()
+@with_settings(
+    "port",
+    "data_dir",
+    "gpu_backend",
+    "worker_handlers",
+    "log_level",
+    "log_format",
+    worker_slots="--workers",
+)
+def dev(loaded: Loaded) -> None:
+    """Run everything here, with SQLite, an embedded Valkey and simulated GPUs. Data stays in --data-dir."""
+    stop_on_sigterm()
+    try:
+        _run(loaded)
+    except KeyboardInterrupt:
+        return  # everything was stopped on the way
+
+
+def _run(loaded: Loaded) -> None:
+    _note_unused(loaded)
+    _require_free_port(loaded.settings)
+    with ExitStack() as running:
+        directory = DataDir(loaded.settings.data_dir)
+        running.callback(directory.close)
+        valkey = Valkey(directory)
+        running.callback(valkey.stop)
+        valkey.start()
+        settings = _embedded(loaded, valkey.url)
+        logs.configure(settings)
+        with opened(settings) as db:
+            migrate.upgrade(db)
+        worker = WorkerChild(settings)
+        running.callback(worker.stop)
+        worker.start()
+        run_api(settings, _announcer(settings))
+
+
+def _embedded(loaded: Loaded, redis_url: str) -> Settings:
+    """What was asked for, on our own servers; quieter and with GPUs to play with unless told otherwise."""
+    chosen = loaded.settings.model_dump() | {
+        "database_url": f"sqlite:///{_shortest(loaded.settings.data_dir)}/orchestrator.db",
+        "redis_url": redis_url,
+    }
+    ours = {"gpu_backend": SIMULATED, "log_level": "warning"}
+    chosen |= {key: value for key, value in ours.items() if loaded.sources[key] == "default"}
+    try:
+        return Settings.model_validate(chosen)
+    except ValidationError:
+        raise ConfigError(f"data_dir {loaded.settings.data_dir}: choose a path without spaces") from None
+
+
+def _shortest(directory: Path) -> Path:
+    """Relative where possible: the path of the place where a person works may hold what a URL may not."""
+    absolute, here = directory.resolve(), Path.cwd()
+    return absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+
+
+def _require_free_port(settings: Settings) -> None:
+    """Better told now than after everything has been started."""
+    from orchestrator.api.server import listen
+
+    listen(settings.host, settings.port).close()
+
+
+def _note_unused(loaded: Loaded) -> None:
+    for key in ("database_url", "redis_url"):
+        if loaded.sources[key] != "default":
+            click.echo(
+                f"gpuorch dev brings its own servers: {key} ({loaded.sources[key]}) is not used", err=True
+            )
+
+
+def _announcer(settings: Settings) -> Callable[[str], None]:
+    simulated = settings.gpu_backend.startswith("sim:")
+    gpus = f"SIMULATED GPUs ({settings.gpu_backend[4:]} MB): no real one is used" if simulated else "no GPUs"
+
+    def announce(url: str) -> None:
+        click.echo(f"""
+gpuorch is ready at {url}
+
+  access  open, no authentication, loopback only
+  GPUs    {gpus}
+  data    {settings.data_dir.resolve()}  (kept; remove it to start anew)
+
+Submit a job, then read it and wait for its end:
+
+  curl -s {url}/jobs/submit -H 'Content-Type: application/json' \\
+    -d '{{"job_id": "hello-1", "type": "echo", "payload": {{"text": "hello"}}}}'
+  curl -s '{url}/jobs/hello-1?wait=30'
+
+Ctrl-C stops everything.
+""")
+
+    return announce

@@ -1,0 +1,127 @@
+"""`gpuorch doctor`: whether everything an installation stands on is there, and set up well."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import click
+
+from orchestrator.cli.options import as_json, with_settings
+from orchestrator.cli.output import print_json
+from orchestrator.cli.schema import opened
+from orchestrator.errors import OrchestratorError
+from orchestrator.gpu.simulated import backend
+from orchestrator.settings import Loaded, Settings, safe_url
+from orchestrator.store import migrate
+from orchestrator.store.database import Database
+from orchestrator.store.dialect import utc_now
+from orchestrator.stream.client import connect, named_errors
+
+#: Oldest versions that everything here is tested with.
+OLDEST_DATABASE = {"mysql": (10, 6), "sqlite": (3, 35)}
+OLDEST_REDIS = (7, 0)
+#: Seconds between the database's clock and ours that are worth a word: times in logs and rows then disagree.
+CLOCKS_APART_S = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    ok: bool
+    detail: str
+
+
+@click.command()
+@with_settings("database_url", "redis_url", "gpu_backend")
+@as_json
+def doctor(loaded: Loaded, *, as_json: bool) -> int:
+    """Check the database, Redis, the schema and the GPUs; exit 1 when anything is broken."""
+    findings = list(examine(loaded.settings))
+    if as_json:
+        print_json(findings)
+    else:
+        for finding in findings:
+            click.echo(f"{'✓' if finding.ok else '✗'} {finding.check}: {finding.detail}")
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    with opened(settings) as db:
+        for check in (_database, _clock, _schema):
+            yield from _guarded(check.__name__.strip("_"), lambda check=check: check(db))  # type: ignore[misc]
+    yield from _guarded("redis", lambda: _redis(settings))
+    yield from _guarded("gpus", lambda: _gpus(settings))
+
+
+def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except OrchestratorError as error:
+        yield Finding(name, ok=False, detail=str(error))
+
+
+def _database(db: Database) -> Iterator[Finding]:
+    name, version, isolation = db.write(
+        lambda conn: (conn.dialect.name, conn.dialect.server_version_info, conn.get_isolation_level())
+    )
+    numbers = tuple(part for part in version or () if isinstance(part, int))
+    oldest = OLDEST_DATABASE[name]
+    detail = f"{safe_url(db.settings.database_url)}, version {_dotted(numbers)}, {isolation}"
+    new_enough = numbers >= oldest
+    yield Finding(
+        "database", new_enough, detail + ("" if new_enough else f"; needs {_dotted(oldest)} or later")
+    )
+
+
+def _clock(db: Database) -> Iterator[Finding]:
+    before = datetime.now(UTC)
+    theirs = db.read(lambda conn: conn.scalar(utc_now().select())).replace(tzinfo=UTC)
+    after = datetime.now(UTC)
+    # Whatever passed while we asked is not a difference.
+    apart = max((before - theirs).total_seconds(), (theirs - after).total_seconds(), 0.0)
+    yield Finding("clock", apart < CLOCKS_APART_S, f"{apart:.3f} s apart from the database's, which counts")
+
+
+def _schema(db: Database) -> Iterator[Finding]:
+    current, head = migrate.current_revision(db), migrate.head_revision()
+    pending = migrate.pending(db)
+    hint = f", this version needs {head}; run: gpuorch migrate" if pending else ""
+    yield Finding("schema", not pending, f"revision {current or 'none'}{hint}")
+
+
+def _redis(settings: Settings) -> Iterator[Finding]:
+    with named_errors(settings), connect(settings) as client:
+        server = client.info("server")
+        values = client.config_get("maxmemory-policy", "appendonly")
+    found = {_text(key): _text(value) for key, value in values.items()}
+    kind = "valkey" if "valkey_version" in server else "redis"
+    version = str(server[f"{kind}_version"])
+    new_enough = tuple(int(part) for part in version.split(".")[:2]) >= OLDEST_REDIS
+    hint = "" if new_enough else f"; needs {_dotted(OLDEST_REDIS)} or later"
+    yield Finding("redis", new_enough, f"{safe_url(settings.redis_url)}, {kind} {version}{hint}")
+    policy = found.get("maxmemory-policy", "unknown")
+    safe = policy == "noeviction"
+    hint = "" if safe else "; set it to noeviction, or streams may be evicted"
+    yield Finding("maxmemory-policy", safe, policy + hint)
+    # Not a fault: what a restart loses is published again from the database.
+    kept = found.get("appendonly") == "yes"
+    yield Finding(
+        "appendonly", ok=True, detail="yes" if kept else "no; a restart of Redis delays jobs, loses none"
+    )
+
+
+def _gpus(settings: Settings) -> Iterator[Finding]:
+    gpus = backend(settings.gpu_backend, settings.node_id or socket.gethostname(), settings.data_dir).sample()
+    kind = "SIMULATED" if settings.gpu_backend.startswith("sim:") else "this node has"
+    yield Finding("gpus", ok=True, detail=f"{settings.gpu_backend}: {kind} {len(gpus)}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

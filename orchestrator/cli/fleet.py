@@ -1,0 +1,67 @@
+"""`gpuorch leases`, `workers` and `gpus`: what is alive, what it has, who holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from orchestrator.cli.http import Api, with_api
+from orchestrator.cli.options import as_json
+from orchestrator.cli.output import print_json, print_table
+
+_LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
+_WORKERS = ("worker_id", "pool_id", "status", "slots", "busy", "jobs_done", "jobs_failed", "last_heartbeat")
+_GPUS = (
+    "node_id",
+    "gpu_index",
+    "name",
+    "total_mb",
+    "usable_mb",
+    "leased_mb",
+    "foreign_mb",
+    "health",
+    "gpu_uuid",
+)
+
+
+@click.group()
+def leases() -> None:
+    """GPU leases: who holds memory on which GPU."""
+
+
+@leases.command("list")
+@with_api
+@as_json
+def list_leases(api: Api, *, as_json: bool) -> None:
+    """List live leases, oldest first."""
+    _show(api, "/leases", "leases", _LEASES, as_json=as_json)
+
+
+@click.group()
+def workers() -> None:
+    """Workers: the processes that run jobs."""
+
+
+@workers.command("list")
+@with_api
+@as_json
+def list_workers(api: Api, *, as_json: bool) -> None:
+    """List workers."""
+    _show(api, "/workers", "workers", _WORKERS, as_json=as_json)
+
+
+@click.command()
+@with_api
+@as_json
+def gpus(api: Api, *, as_json: bool) -> None:
+    """List GPUs and what is free on them."""
+    _show(api, "/gpus", "gpus", _GPUS, as_json=as_json)
+
+
+def _show(api: Api, path: str, key: str, columns: Sequence[str], *, as_json: bool) -> None:
+    answer = api.get(path)
+    if as_json:
+        print_json(answer)
+    else:
+        print_table(columns, answer[key], empty=f"no {key}")

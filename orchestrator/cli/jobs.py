@@ -1,0 +1,140 @@
+"""`gpuorch jobs …`: submit, look, wait. Everything goes over HTTP."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.cli.http import Api, job_path, with_api
+from orchestrator.cli.options import as_json
+from orchestrator.cli.output import print_json, print_record, print_table
+from orchestrator.jobs import TERMINAL, Status
+
+#: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.
+POLL_S = 25.0
+_LISTED = ("job_id", "type", "status", "agent", "pool_id", "priority", "attempts", "created_at", "last_error")
+
+
+@click.group()
+def jobs() -> None:
+    """Submit jobs, look at them, wait for them."""
+
+
+@jobs.command()
+@click.argument("type")
+@click.option("--payload", default="{}", metavar="JSON|@FILE|-", help="An object; - reads standard input.")
+@click.option("--job-id", help="Makes repeating this safe: the same id and content is one job.")
+@click.option("--agent", help="On whose behalf.")
+@click.option("--pool", "pool_id", help="Pool whose workers run it.")
+@click.option("--priority", help="LOW, NORMAL, HIGH or -100…100; larger runs earlier.")
+@click.option("--min-memory-mb", type=int, help="GPU memory it needs.")
+@with_api
+@as_json
+def submit(api: Api, *, as_json: bool, payload: str, priority: str | None, **fields: Any) -> None:
+    """Submit a job of TYPE and print its id."""
+    body = {key: value for key, value in fields.items() if value is not None}
+    body |= {"payload": _payload(payload)} | ({} if priority is None else {"priority": _priority(priority)})
+    answer = api.post("/jobs/submit", body)
+    if as_json:
+        print_json(answer)
+    else:
+        known = "" if answer.get("created", True) else " (was submitted before)"
+        click.echo(f"{answer['job_id']}  {answer['status']}{known}")
+
+
+@jobs.command()
+@click.argument("job_id")
+@click.option("--wait", "wait_s", type=click.FloatRange(0), default=0, help="Seconds to wait for its end.")
+@with_api
+@as_json
+def get(api: Api, job_id: str, *, wait_s: float, as_json: bool) -> None:
+    """Show everything about a job."""
+    _show(_poll(api, job_id, time.monotonic() + wait_s), as_json=as_json)
+
+
+@jobs.command()
+@click.argument("job_id")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1)."
+)
+@with_api
+@as_json
+def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> int:
+    """Wait until a job has ended; exit 0 when it is done or skipped, 1 otherwise."""
+    job = _poll(api, job_id, float("inf") if timeout_s is None else time.monotonic() + timeout_s)
+    _show(job, as_json=as_json)
+    return 0 if job["status"] in {Status.DONE, Status.SKIPPED} else 1
+
+
+@jobs.command("list")
+@click.option("--status", type=click.Choice([status.value for status in Status]))
+@click.option("--agent")
+@click.option("--pool", "pool_id")
+@click.option("--type", "type")
+@click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
+@click.option("--cursor", help="Continue where an earlier page ended.")
+@with_api
+@as_json
+def list_jobs(api: Api, *, as_json: bool, **filters: Any) -> None:
+    """List jobs, newest first."""
+    page = api.get("/jobs", filters)
+    if as_json:
+        print_json(page)
+        return
+    print_table(_LISTED, page["jobs"], empty="no jobs")
+    if page.get("next_cursor"):
+        click.echo(f"more: --cursor {page['next_cursor']}", err=True)
+
+
+@jobs.command()
+@click.argument("job_id")
+@with_api
+@as_json
+def events(api: Api, job_id: str, *, as_json: bool) -> None:
+    """Show what happened to a job, oldest first."""
+    answer = api.get(job_path(job_id, "events"))
+    if as_json:
+        print_json(answer)
+    else:
+        print_table(["ts", "event_type", "attempt", "worker_id", "actor", "details"], answer["events"])
+
+
+def _poll(api: Api, job_id: str, deadline: float) -> dict[str, Any]:
+    while True:
+        left = max(0.0, min(POLL_S, deadline - time.monotonic()))
+        params = {"wait": f"{left:.3f}"} if left else {}
+        job: dict[str, Any] = api.get(job_path(job_id), params, wait_s=left)
+        if job["status"] in TERMINAL or time.monotonic() >= deadline:
+            return job
+
+
+def _show(job: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(job)
+    else:
+        print_record(job)
+
+
+def _payload(text: str) -> object:
+    try:
+        if text == "-":
+            text = sys.stdin.read()
+        elif text.startswith("@"):
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        return json.loads(text)
+    except OSError as error:
+        raise click.BadParameter(f"{error.filename}: {error.strerror}", param_hint="--payload") from None
+    except ValueError as error:
+        raise click.BadParameter(f"not JSON: {error}", param_hint="--payload") from None
+
+
+def _priority(text: str) -> object:
+    try:
+        return int(text)
+    except ValueError:
+        return text.upper()

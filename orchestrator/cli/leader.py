@@ -1,0 +1,53 @@
+"""`gpuorch leader` and `gpuorch duty`: who leads, and a duty done by hand, from the database directly."""
+
+from __future__ import annotations
+
+import click
+
+from orchestrator.cli.options import as_json, with_settings
+from orchestrator.cli.output import print_json, print_record
+from orchestrator.cli.schema import opened, require_schema
+from orchestrator.daemon import instance_id
+from orchestrator.leader import duties, term
+from orchestrator.leader.duties import DUTIES, DutyContext
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Loaded
+from orchestrator.store import leadership
+from orchestrator.stream.hub import Hub
+
+
+@click.command()
+@with_settings("database_url")
+@as_json
+def leader(loaded: Loaded, *, as_json: bool) -> None:
+    """Show who leads."""
+    with opened(loaded.settings) as db:
+        require_schema(db)
+        now = db.read(lambda conn: leadership.current(conn, loaded.settings.leader_lock))
+    if as_json:
+        print_json(now)
+    elif now.alive:
+        print_record({"holder": now.holder, "epoch": now.epoch, "expires_at": f"{now.expires_at} UTC"})
+    else:
+        click.echo(f"nobody leads (last epoch: {now.epoch})")
+
+
+@click.command()
+@click.argument("name", metavar=f"[{'|'.join(duty.name for duty in DUTIES)}]")
+@with_settings("database_url", "redis_url")
+@click.option("--once", is_flag=True, required=True, help="Run it once, now.")
+@as_json
+def duty(loaded: Loaded, name: str, *, once: bool, as_json: bool) -> None:
+    """Do one of the leader's duties now, in the leader's term or, when nobody leads, in a short one."""
+    found = duties.find(name)
+    hub = Hub(loaded.settings)
+    with opened(loaded.settings) as db:
+        require_schema(db)
+        publisher = Publisher(db, hub, loaded.settings)
+        mine = term.borrow(db, loaded.settings, instance_id())
+        count = found.run(DutyContext(mine, hub, publisher, loaded.settings))
+    hub.close()
+    if as_json:
+        print_json({"duty": name, "count": count, "epoch": mine.epoch})
+    else:
+        click.echo(f"{name}: {count} done (epoch {mine.epoch})")

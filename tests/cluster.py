@@ -1,0 +1,124 @@
+"""A cluster of real processes for tests: orchestrators and workers, started and killed like an operator would."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sqlalchemy import func, select
+
+from orchestrator.jobs import TERMINAL
+from orchestrator.settings import Settings
+from orchestrator.store import job_reads, schema
+from orchestrator.store.database import Database
+from tests.waiting import wait_until
+
+
+class Member:
+    """One process of the cluster; its output goes to a file that failures show."""
+
+    def __init__(self, command: str, settings: Settings, log: Path, path: str = "") -> None:
+        self.log = log
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.cli", command],
+                env=inherited | settings.environment() | {"PYTHONPATH": path},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def says(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
+        """Wait until its output matches."""
+
+        def look() -> re.Match[str] | None:
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended with {self.process.returncode}:\n{self.tail()}")
+            return re.search(pattern, self.log.read_text())
+
+        return wait_until(look, timeout=timeout, what=f"{pattern!r} in {self.log.name}")
+
+    def tail(self) -> str:
+        return self.log.read_text()[-4000:]
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self, timeout: float = 30.0) -> int:
+        """SIGTERM; its exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout)
+
+    def children(self) -> set[int]:
+        """Pids of its child processes."""
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return {int(pid) for thread in threads for pid in (thread / "children").read_text().split()}
+
+
+class Cluster:
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.settings = settings
+        self.db = Database(settings)
+        self._folder = folder
+        self._members: list[Member] = []
+
+    def _start(self, command: str, given: dict[str, Any], path: str = "") -> Member:
+        settings = self.settings.model_copy(update=given)
+        log = self._folder / f"{command}-{len(self._members)}.log"
+        member = Member(command, settings, log, path)
+        self._members.append(member)
+        return member
+
+    def serve(self, **given: Any) -> tuple[Member, str]:
+        """Start an orchestrator; it and its URL."""
+        member = self._start("serve", {"port": 0} | given)
+        return member, member.says(r"gpuorch serves (\S+)")[1]
+
+    def worker(self, path: str = "", **given: Any) -> Member:
+        """Start a worker that takes jobs when this returns."""
+        member = self._start("worker", given, path)
+        member.says("worker ready")
+        return member
+
+    def close(self) -> None:
+        for member in self._members:
+            with suppress(ProcessLookupError):
+                member.send(signal.SIGCONT)
+            member.kill()
+        self.db.close()
+
+    # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return self.db.read(lambda conn: job_reads.get(conn, job_id))
+
+    def wait_for(self, job_id: str, status: str, timeout: float = 30.0) -> dict[str, Any]:
+        wait_until(
+            lambda: self.job(job_id)["status"] == status,
+            timeout=timeout,
+            what=f"{job_id} {status}: {self.job(job_id)}",
+        )
+        return self.job(job_id)
+
+    def count(self, table: str, *conditions: Any) -> int:
+        query = select(func.count()).select_from(schema.metadata.tables[table]).where(*conditions)
+        return int(self.db.read(lambda conn: conn.execute(query).scalar_one()))
+
+    def unfinished(self) -> int:
+        return self.count("orchestrator_jobs", schema.jobs.c.status.not_in(sorted(TERMINAL)))
+
+
+def post(url: str, path: str, body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}{path}", json=body, timeout=30)
+    answer.raise_for_status()
+    return dict(answer.json())

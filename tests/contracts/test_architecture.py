@@ -1,0 +1,206 @@
+"""The rules that keep the layout honest, read from the source by `ast`; each is shown to be able to fail."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator import errors
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for top in ("orchestrator", "worker", "sql") for path in (ROOT / top).rglob("*.py"))
+MODULES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(), str(path)) for path in SOURCES}
+
+#: library → where it may be imported
+DOORS = {
+    "sqlalchemy": ("orchestrator/store/", "sql/"),
+    "alembic": ("orchestrator/store/", "sql/"),
+    "pymysql": ("orchestrator/store/", "sql/"),
+    "redis": ("orchestrator/stream/",),
+    "fastapi": ("orchestrator/api/",),
+    "starlette": ("orchestrator/api/",),
+    "pynvml": ("orchestrator/gpu/",),
+    "prometheus_client": ("orchestrator/telemetry/", "orchestrator/api/"),
+    "worker": ("worker/", "orchestrator/cli/"),
+}
+#: Files that must know which database they talk to.
+DIALECT_FILES = ("orchestrator/store/dialect.py", "orchestrator/settings.py", "orchestrator/embedded.py")
+DIALECT_WORD = re.compile(r"mysql|mariadb|sqlite|pymysql", re.IGNORECASE)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Top-level names of what a module imports when it runs; imports for type checkers do not run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module.split(".")[0]
+        yield from imports(node)
+
+
+def closed_doors(name: str, tree: ast.AST) -> list[str]:
+    return [
+        f"{name}:{line} imports {library}"
+        for line, library in imports(tree)
+        if library in DOORS and not name.startswith(DOORS[library])
+    ]
+
+
+def _table(call: ast.expr) -> str | None:
+    """The table of update(table)…values(…), however long the chain in between."""
+    while isinstance(call, ast.Call):
+        if isinstance(call.func, ast.Name) and call.func.id in {"update", "insert"} and call.args:
+            return ast.unparse(call.args[0])
+        if not isinstance(call.func, ast.Attribute):
+            return None
+        call = call.func.value
+    return None
+
+
+def status_writes(name: str, tree: ast.AST) -> list[str]:
+    """UPDATEs of a job's status: only `store.jobs._move` may, since only it guards and audits."""
+    found = []
+    for node in ast.walk(tree):
+        if not (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "values"
+        ):
+            continue
+        keys = {keyword.arg for keyword in node.keywords}
+        keys |= {
+            ast.unparse(k).strip("'\"") for a in node.args if isinstance(a, ast.Dict) for k in a.keys if k
+        }
+        if _table(node.func.value) in {"jobs", "schema.jobs"} and keys & {"status", "jobs.c.status"}:
+            found.append(f"{name}:{node.lineno}")
+    return [] if name == "orchestrator/store/jobs.py" else found
+
+
+def dialect_words(name: str, tree: ast.AST) -> list[str]:
+    """Names and texts that speak of one database; documentation may."""
+    if name in DIALECT_FILES or name.startswith(("sql/", "orchestrator/cli/")):
+        return []
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = []
+    for node in ast.walk(tree):
+        text = {
+            ast.Constant: lambda n: n.value if isinstance(n.value, str) and id(n) not in prose else "",
+            ast.Name: lambda n: n.id,
+            ast.Attribute: lambda n: n.attr,
+            ast.keyword: lambda n: n.arg or "",
+            ast.alias: lambda n: n.name,
+        }.get(type(node), lambda _n: "")(node)
+        if DIALECT_WORD.search(text):
+            words.append(f"{name}:{getattr(node, 'lineno', '?')} {text!r}")
+    return words
+
+
+def swallowed_errors(name: str, tree: ast.AST) -> list[str]:
+    """`except Exception: pass` in all its spellings."""
+    wide = {"Exception", "BaseException", None}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type and ast.unparse(node.type)
+            silent = all(isinstance(step, ast.Pass | ast.Continue) for step in node.body)
+            if caught in wide and silent:
+                found.append(f"{name}:{node.lineno}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            found += [f"{name}:{node.lineno}" for a in node.args if ast.unparse(a) in wide]
+    return found
+
+
+def nameless_threads(name: str, tree: ast.AST) -> list[str]:
+    return [
+        f"{name}:{node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {"Thread", "threading.Thread"}
+        and not any(keyword.arg == "name" for keyword in node.keywords)
+    ]
+
+
+RULES = {
+    closed_doors: ("orchestrator/jobs.py", "def f():\n    import redis"),
+    status_writes: ("orchestrator/store/outbox.py", "update(jobs).where(x).values(status='done')"),
+    dialect_words: ("orchestrator/store/jobs.py", "if dialect.name == 'mysql': pass"),
+    swallowed_errors: ("worker/slot.py", "try:\n    f()\nexcept Exception:\n    pass"),
+    nameless_threads: ("worker/slot.py", "threading.Thread(target=f, daemon=True).start()"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_source_keeps_the_rule(rule):
+    assert [found for name, tree in MODULES.items() for found in rule(name, tree)] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_can_be_broken(rule):
+    name, source = RULES[rule]
+    assert len(rule(name, ast.parse(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from sqlalchemy import Connection",
+        "from orchestrator import jobs",
+        "from . import redis",
+    ],
+)
+def test_what_does_not_run_is_no_import(source):
+    assert closed_doors("orchestrator/leader/term.py", ast.parse(source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "update(schema.jobs).values({'status': x})",
+        "update(jobs).where(a).execution_options(b=1).values({jobs.c.status: x})",
+        "insert(jobs).values(status='running')",
+    ],
+)
+def test_a_status_write_is_seen_in_every_spelling(source):
+    assert status_writes("worker/slot.py", ast.parse(source)) != []
+    assert status_writes("orchestrator/store/jobs.py", ast.parse(source)) == []
+
+
+def test_there_is_something_to_check():
+    assert len(MODULES) > 25
+    assert any(name.startswith("worker/") for name in MODULES)
+
+
+def test_every_error_stands_in_the_tree_with_its_code():
+    classes = [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, errors.OrchestratorError)
+    ]
+    lines = {
+        words[0]: words[1:] for line in errors.__doc__.splitlines() if (words := line.strip("│├└─ ").split())
+    }
+    for cls in classes:
+        assert cls.__name__ in lines, f"{cls.__name__} is missing in the docstring of errors.py"
+        if cls is not errors.OrchestratorError:
+            assert cls.code in lines[cls.__name__], f"{cls.__name__}: the docstring does not show {cls.code}"
+    codes = [cls.code for cls in classes]
+    assert len(set(codes)) == len(codes), "a code has one meaning"
+
+
+def test_the_tree_shows_who_inherits_from_whom():
+    """An error is drawn below its parent, deeper by one branch."""
+    above: list[tuple[int, str]] = []
+    for line in errors.__doc__.splitlines():
+        name = (line.strip("│├└─ ").split() or [""])[0]
+        cls = getattr(errors, name, None)
+        if cls is None:
+            continue
+        depth = line.index(name)
+        above = [entry for entry in above if entry[0] < depth]
+        assert not above or cls.__bases__[0].__name__ == above[-1][1], (
+            f"{name} is drawn below the wrong error"
+        )
+        above.append((depth, name))

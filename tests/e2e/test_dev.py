@@ -1,0 +1,209 @@
+"""`gpuorch dev` as a user has it: one command, real processes, a job from submit to result."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.servers import free_port
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+#: Seconds for the whole system to start or stop on a busy two-core machine.
+PATIENCE_S = 45.0
+
+
+class Dev:
+    """One `gpuorch dev` in a session of its own, so that a Ctrl-C can be sent to its whole group."""
+
+    def __init__(self, directory: Path, port: int, *more: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = directory / f"dev-{os.urandom(4).hex()}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.cli", "dev", "--port", str(port), *more],
+                cwd=directory,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def ready(self) -> "Dev":
+        wait_until(self._announced, timeout=PATIENCE_S, what="gpuorch dev is ready")
+        return self
+
+    def _announced(self) -> bool:
+        assert self.process.poll() is None, self.output
+        return "gpuorch is ready at" in self.output and "Ctrl-C stops" in self.output
+
+    def run(self, job_id: str) -> dict:
+        """Submit an echo job and wait for its end."""
+        body = {"job_id": job_id, "type": "echo", "payload": {"text": job_id}}
+        httpx.post(f"{self.url}/jobs/submit", json=body).raise_for_status()
+        return httpx.get(f"{self.url}/jobs/{job_id}?wait=30", timeout=PATIENCE_S).json()
+
+    def interrupt(self, number: int = signal.SIGINT) -> int:
+        os.killpg(self.process.pid, number)
+        return self.process.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    started: list[Dev] = []
+
+    def begin(*more: str, port: int | None = None) -> Dev:
+        started.append(Dev(tmp_path, port or free_port(), *more))
+        return started[-1]
+
+    yield begin
+    for dev in started:
+        dev.kill()
+
+
+def status(pid: int) -> tuple[str, int] | None:
+    """State and parent of a process; None when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], int(fields[1])
+
+
+def descendants(root: int) -> set[int]:
+    parents = {
+        int(path.name): status(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()
+    }
+    found, level = set(), {root}
+    while level:
+        level = {pid for pid, known in parents.items() if known is not None and known[1] in level}
+        found |= level
+    return found
+
+
+def alive(pids: set[int]) -> dict[int, str]:
+    """Those that still run, with their command lines; zombies that wait for init do not."""
+    states = {pid: status(pid) for pid in pids}
+    running = [pid for pid, known in states.items() if known is not None and known[0] != "Z"]
+    return {pid: (Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()) for pid in running}
+
+
+def sleeping_job(dev: Dev) -> None:
+    """Submit a job that outlasts the test, and wait until it runs."""
+    body = {"job_id": "sleeps", "type": "sleep", "payload": {"seconds": 600}}
+    httpx.post(f"{dev.url}/jobs/submit", json=body).raise_for_status()
+    runs = lambda: httpx.get(f"{dev.url}/jobs/sleeps").json()["status"] == "running"
+    wait_until(runs, timeout=PATIENCE_S, what="the long job runs")
+
+
+def test_ctrl_c_leaves_no_process_and_a_restart_keeps_the_jobs(start, tmp_path):
+    first = start().ready()
+    assert "open, no authentication, loopback only" in first.output
+    assert "SIMULATED GPUs (2x24576 MB)" in first.output
+    assert str(tmp_path / ".data") in first.output
+    job = first.run("kept")
+    assert (job["status"], job["result"]) == ("done", {"text": "kept"})
+    sleeping_job(first)
+    children = descendants(first.process.pid)
+    assert len(children) >= 3, alive(children)  # Valkey, the worker and at least one slot
+    assert first.interrupt() == 0, first.output
+    assert alive(children) == {}
+    assert "Traceback" not in first.output
+
+    second = start().ready()
+    kept = httpx.get(f"{second.url}/jobs/kept").json()
+    assert (kept["status"], kept["result"]) == ("done", {"text": "kept"})
+    handed_back = httpx.get(f"{second.url}/jobs/sleeps").json()
+    assert handed_back["status"] in {"pending", "claimed", "running"} and handed_back["attempts"] <= 1
+    assert second.run("after")["status"] == "done"
+    assert second.interrupt(signal.SIGTERM) == 0, second.output
+
+
+def test_a_closed_terminal_leaves_no_process(start):
+    dev = start().ready()
+    dev.run("done")
+    children = descendants(dev.process.pid)
+    assert dev.interrupt(signal.SIGHUP) == 0, dev.output
+    assert alive(children) == {}
+
+
+def test_killing_it_takes_its_children_along_and_loses_nothing(start):
+    dev = start().ready()
+    dev.run("kept")
+    children = descendants(dev.process.pid)
+    dev.kill()
+    wait_until(lambda: not alive(children), timeout=PATIENCE_S, what="no child is left")
+    again = start().ready()
+    assert httpx.get(f"{again.url}/jobs/kept").json()["status"] == "done"
+    assert again.run("after")["status"] == "done"
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.5, 3.0])
+def test_ctrl_c_while_it_starts_is_quiet_too(start, after_s):
+    dev = start()
+    # No fact to wait for: any moment of the start is meant.
+    with pytest.raises(subprocess.TimeoutExpired):
+        dev.process.wait(after_s)
+    children = descendants(dev.process.pid)
+    assert dev.interrupt() in {0, 130}, dev.output
+    wait_until(lambda: not alive(children), what="no child is left")
+    assert "Traceback" not in dev.output
+
+
+# --- one instance for those that only look at it ---
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory) -> Iterator[Dev]:
+    dev = Dev(tmp_path_factory.mktemp("dev"), free_port())
+    try:
+        yield dev.ready()
+    finally:
+        dev.kill()
+
+
+def test_the_printed_curl_lines_work_as_pasted(running):
+    block = running.output[running.output.index("  curl") : running.output.index("Ctrl-C")]
+    pasted = subprocess.run(["sh", "-c", block], capture_output=True, text=True, timeout=60, check=True)
+    assert '"created":true' in pasted.stdout and '"status":"done"' in pasted.stdout, pasted
+
+
+def test_a_second_one_on_the_same_data_is_refused(running):
+    second = Dev(running.log.parent, free_port())
+    assert second.process.wait(PATIENCE_S) == 1
+    assert re.search(rf"data_dir \.data is in use by process {running.process.pid};", second.output), (
+        second.output
+    )
+    assert running.run("still-works")["status"] == "done"
+
+
+def test_a_taken_port_is_named(running):
+    port = int(running.url.rpartition(":")[2])
+    second = Dev(running.log.parent, port, "--data-dir", "other")
+    assert second.process.wait(PATIENCE_S) == 1
+    assert str(port) in second.output and "--port" in second.output and "Traceback" not in second.output
+
+
+def test_a_worker_that_dies_is_started_again(running):
+    running.run("first")
+    (worker,) = (pid for pid, line in alive(descendants(running.process.pid)).items() if "cli worker" in line)
+    os.kill(worker, signal.SIGKILL)
+    assert running.run("second")["status"] == "done"
+    assert "the worker ended; starting it again" in running.output

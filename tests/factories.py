@@ -1,0 +1,195 @@
+"""Jobs, workers and GPUs for tests: what a scenario needs, in one line each."""
+
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import event, insert, select, update
+
+from orchestrator.gpu import Gpu
+from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
+from orchestrator.store import audit, jobs, nodes, schema
+from orchestrator.store.database import Database
+from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.jobs import Claim, Claimant, End, NotClaimed, Outcome, Settled, Start, Verdict
+
+POLICY = RetryPolicy(base_s=1.0, cap_s=60.0, max_crashes=2)
+GATE_PCT = 90
+STALE_S = 30.0
+
+
+def new_job(**fields: Any) -> NewJob:
+    return NewJob.prepare({"type": "echo", "payload": {}} | fields, max_bytes=1 << 20, max_depth=64)
+
+
+def submit(db: Database, count: int = 1, **fields: Any) -> list[str]:
+    """Submit `count` equal jobs; their ids, in order."""
+    batch = [new_job(**fields) for _ in range(count)]
+    assert set(jobs.submit(db, batch, default_max_attempts=5)) == {Verdict.CREATED}
+    return [job.job_id for job in batch]
+
+
+def gpu(index: int = 0, total_mb: int = 24576, uuid: str | None = None, **fields: Any) -> Gpu:
+    base = Gpu(uuid or f"GPU-{index}", index, "simulated", total_mb, used_mb=0, foreign_mb=0)
+    return replace(base, **fields)
+
+
+@dataclass
+class Hand:
+    """A registered worker, moved by the test instead of by a process."""
+
+    db: Database
+    worker: nodes.Worker
+    gpus: list[Gpu] = field(default_factory=list)
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id
+
+    @property
+    def by(self) -> Claimant:
+        return Claimant(self.worker_id, self.worker.node_id, self.worker.pool_id, 60.0, STALE_S)
+
+    def beat(self, **fields: Any) -> None:
+        beat = nodes.Beat(**({"busy": 0, "done": 0, "failed": 0, "draining": False} | fields))
+        self.db.write(lambda conn: nodes.heartbeat(conn, self.worker, beat, self.gpus, GATE_PCT))
+
+    def offer(
+        self, *job_ids: str, memory_mb: int | None = 0, held: Collection[str] = ()
+    ) -> dict[str, Claim | NotClaimed]:
+        """Try to claim; `memory_mb` is the handler's need, None for a worker without a handler."""
+        return self.db.write(lambda conn: jobs.claim(conn, self.by, job_ids, lambda _type: memory_mb, held))
+
+    def claim(self, *job_ids: str, memory_mb: int = 0) -> list[Any]:
+        answers = self.offer(*job_ids, memory_mb=memory_mb)
+        claims = [answers[job_id] for job_id in job_ids]
+        assert all(isinstance(claim, Claim) for claim in claims), claims
+        return claims
+
+    def record(
+        self, starts: Collection[Start] = (), ends: Collection[End] = (), policy: RetryPolicy = POLICY
+    ) -> list[Settled]:
+        return jobs.settle(self.db, self.by, [*starts], [*ends], policy)
+
+    def start(self, *claims: Claim) -> None:
+        self.record(starts=[Start(claim.job_id, claim.attempt) for claim in claims])
+
+    def finish(self, *claims: Claim) -> list[Settled]:
+        return self.record(ends=[done(claim) for claim in claims])
+
+    def fail(self, claim: Claim, kind: ErrorKind = ErrorKind.TRANSIENT, **fields: Any) -> Settled:
+        return self.record(ends=[failed(claim, kind, **fields)])[0]
+
+    def hand_back(self, claim: Claim) -> Settled:
+        return self.record(ends=[End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="leaving")])[0]
+
+    def go_silent(self, seconds: float = 3600.0) -> None:
+        """As if the last heartbeat had come that long ago."""
+        silence = update(schema.workers).where(schema.workers.c.worker_id == self.worker_id)
+        self.db.write(lambda conn: conn.execute(silence.values(last_heartbeat=utc_shift(-seconds))))
+
+
+def hire(db: Database, *gpus: Gpu, pool: str = "default", node: str = "node-1", slots: int = 4) -> Hand:
+    """Register a worker and let it send its first heartbeat."""
+    worker_id = f"{node}:1:{secrets.token_hex(4)}"
+    worker = nodes.Worker(worker_id, node, pool, node, 1, slots, ("echo",))
+    db.write(lambda conn: nodes.register(conn, worker, "sim"))
+    hand = Hand(db, worker, list(gpus))
+    hand.beat()
+    return hand
+
+
+def done(claim: Claim, result: str = "{}") -> End:
+    key = claim.lease.key if claim.lease else None
+    return End(claim.job_id, claim.attempt, Outcome.DONE, run_seconds=0.5, result=result, lease_key=key)
+
+
+def failed(claim: Claim, kind: ErrorKind = ErrorKind.TRANSIENT, **fields: Any) -> End:
+    fields = {"error": "it broke"} | fields
+    return End(claim.job_id, claim.attempt, Outcome.FAILED, run_seconds=0.5, error_kind=kind, **fields)
+
+
+# --- looking ---
+
+
+def row(db: Database, job_id: str) -> Any:
+    return db.read(lambda conn: conn.execute(select(schema.jobs).where(schema.jobs.c.job_id == job_id)).one())
+
+
+def status(db: Database, job_id: str) -> str:
+    found: str = row(db, job_id).status
+    return found
+
+
+def history(db: Database, job_id: str) -> list[str]:
+    """The event types of a job's audit rows, oldest first."""
+    return [entry["event_type"] for entry in db.read(lambda conn: audit.of_job(conn, job_id))]
+
+
+def rows(db: Database, table: Any) -> list[Any]:
+    return list(db.read(lambda conn: conn.execute(select(table)).all()))
+
+
+def set_job(db: Database, job_id: str, **values: Any) -> None:
+    """Write columns of a job behind the back of all guards."""
+    if "status" in values:
+        values = {"queued": "ready" if values["status"] == Status.PENDING else None} | values
+    change = update(schema.jobs).where(schema.jobs.c.job_id == job_id).values(**values)
+    db.write(lambda conn: conn.execute(change))
+
+
+def now(db: Database) -> datetime:
+    found: datetime = db.read(lambda conn: conn.execute(select(utc_now())).scalar_one())
+    return found
+
+
+def is_sqlite(db: Database) -> bool:
+    return db.engine.dialect.name == "sqlite"
+
+
+def many_jobs(db: Database, count: int, **columns: Any) -> None:
+    """Thousands of rows at once, for plans and windows; a column may be a function of the row's number."""
+    plain: dict[str, Any] = {
+        "type": "echo",
+        "payload": "{}",
+        "payload_hash": "0" * 64,
+        "agent": "anonymous",
+        "lane": "default",
+        "max_attempts": 5,
+        "rank": lambda i: i,
+        "job_id": lambda i: f"many-{i:06}",
+    } | columns
+    batch = [{key: v(i) if callable(v) else v for key, v in plain.items()} for i in range(count)]
+    db.write(lambda conn: conn.execute(insert(schema.jobs), batch))
+
+
+# --- counting ---
+
+
+@dataclass
+class Traffic:
+    statements: list[str] = field(default_factory=list)
+    commits: int = 0
+
+
+@contextmanager
+def traffic(db: Database) -> Iterator[Traffic]:
+    """Statements and commits that reach the database through transactions."""
+    seen = Traffic()
+
+    def on_statement(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        seen.statements.append(statement)
+
+    def on_commit(_conn: Any) -> None:
+        seen.commits += 1
+
+    event.listen(db.engine, "before_cursor_execute", on_statement)
+    event.listen(db.engine, "commit", on_commit)
+    try:
+        yield seen
+    finally:
+        event.remove(db.engine, "before_cursor_execute", on_statement)
+        event.remove(db.engine, "commit", on_commit)

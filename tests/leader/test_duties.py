@@ -1,0 +1,294 @@
+"""Duties: the work of the dead goes to the living, and a second run changes nothing."""
+
+import dataclasses
+import time
+
+import pytest
+from sqlalchemy import update
+
+from orchestrator.errors import StaleEpoch, UnknownDuty
+from orchestrator.jobs import ErrorKind
+from orchestrator.leader import duties
+from orchestrator.leases import LeaseRequest
+from orchestrator.store import leadership, leases, nodes, schema
+from orchestrator.store.dialect import utc_shift
+from tests.factories import STALE_S, gpu, hire, history, row, rows, set_job, status, submit
+
+KEY = "stream:orchestrator:inference_jobs"
+
+
+def announced(raw):
+    return [fields["job_id"] for _id, fields in raw.xrange(KEY)]
+
+
+def deliver(hub, raw, hand, count=10, idle_s=3600):
+    """Let a worker read, and age what it got: as if nobody had touched it since."""
+    lane = hub.lane("default")
+    entries = hub.reader(lane, hand.worker_id).read(count, 20)
+    if entries:
+        ids = [entry.entry_id for entry in entries]
+        raw.xclaim(KEY, lane.group, hand.worker_id, 0, ids, idle=idle_s * 1000, justid=True)
+    return [entry.job_id for entry in entries]
+
+
+def snapshot(db, raw):
+    return (
+        [rows(db, table) for table in schema.metadata.sorted_tables],
+        raw.xrange(KEY),
+        raw.xrange(f"{KEY[:-14]}dlq"),
+    )
+
+
+@pytest.fixture
+def scene(db, hub, raw, context, publisher):
+    """Jobs announced, read and claimed by one worker."""
+
+    def play(count=1, **fields):
+        hand = hire(db, gpu())
+        ids = submit(db, count, **fields)
+        publisher.publish("default")
+        assert deliver(hub, raw, hand) == ids
+        return hand, hand.claim(*ids)
+
+    return play
+
+
+# --- reclaim: jobs ---
+
+
+def test_the_jobs_of_a_dead_worker_are_announced_again(db, raw, context, publisher, scene):
+    hand, claims = scene(2, min_memory_mb=1000)
+    hand.start(claims[0])
+    hand.go_silent()
+    assert duties.reclaim(context) >= 2
+    for claim in claims:
+        job = row(db, claim.job_id)
+        assert (job.status, job.queued, job.crashes, job.error_kind) == ("pending", "ready", 1, "worker_lost")
+        assert history(db, claim.job_id)[-1] == "job.retry"
+    assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+    assert announced(raw) == []  # the old entries are gone …
+    publisher.publish("default")
+    assert sorted(announced(raw)) == sorted(claim.job_id for claim in claims)  # … and new ones there
+    assert [worker.status for worker in rows(db, schema.workers)] == ["lost"]
+
+
+def test_a_job_that_kills_its_workers_becomes_a_dead_letter_once(db, raw, context, publisher, hub):
+    """INV-6."""
+    (job_id,) = submit(db, max_attempts=50)
+    hands = [hire(db), hire(db)]
+    for hand in hands:
+        publisher.publish("default")
+        deliver(hub, raw, hand)
+        hand.claim(job_id)
+        hand.go_silent()
+        duties.reclaim(context)
+    job = row(db, job_id)
+    assert (job.status, job.crashes) == ("dead_letter", 2)
+    for _ in range(2):
+        duties.reclaim(context)
+    ((_id, letter),) = raw.xrange("stream:orchestrator:dlq")
+    assert (letter["job_id"], letter["reason"], letter["attempts"]) == (job_id, "worker_lost", "2")
+    assert hands[1].worker_id in letter["last_error"]
+    assert announced(raw) == []
+
+
+def test_a_live_workers_long_job_is_never_robbed(db, raw, context, scene):
+    """celery#5935: three hours of work are not idleness; the owner's heartbeat decides."""
+    hand, (claim,) = scene()
+    hand.start(claim)
+    hand.beat(busy=1)
+    for _ in range(3):
+        duties.reclaim(context)
+    assert (status(db, claim.job_id), row(db, claim.job_id).attempt) == ("running", 1)
+    assert announced(raw) == [claim.job_id]
+    hand.finish(claim)
+    assert status(db, claim.job_id) == "done"
+
+
+def test_a_worker_that_said_goodbye_but_owns_a_job_is_reclaimed_too(db, context, scene):
+    hand, (claim,) = scene()
+    db.write(lambda conn: nodes.deregister(conn, hand.worker))
+    duties.reclaim(context)
+    assert status(db, claim.job_id) == "pending"
+
+
+def test_a_leader_that_died_half_way_is_finished_by_the_next(db, context, scene):
+    """F-2: declared lost, its jobs not yet taken."""
+    hand, (claim,) = scene()
+    hand.go_silent()
+    db.write(lambda conn: nodes.declare_lost(conn, 1.0, 10))
+    assert status(db, claim.job_id) == "claimed"
+    duties.reclaim(context)
+    assert status(db, claim.job_id) == "pending"
+
+
+def test_a_young_leader_lets_workers_speak_first(db, context, scene):
+    """After an outage of the database nobody could send heartbeats: silence proves nothing yet."""
+    hand, (claim,) = scene()
+    hand.go_silent()
+    young = dataclasses.replace(context.term, began=time.monotonic())
+    duties.reclaim(dataclasses.replace(context, term=young))
+    assert status(db, claim.job_id) == "claimed"
+    hand.beat()
+
+
+# --- reclaim: entries ---
+
+
+def test_an_entry_read_but_never_claimed_is_announced_again(db, hub, raw, context, publisher):
+    hand, ids = hire(db), submit(db, 2)
+    publisher.publish("default")
+    old = [entry_id for entry_id, _ in raw.xrange(KEY)]
+    deliver(hub, raw, hand)
+    assert duties.reclaim(context) == 2
+    assert [row(db, job_id).queued for job_id in ids] == ["ready", "ready"]
+    publisher.publish("default")
+    assert announced(raw) == ids
+    assert not {entry_id for entry_id, _ in raw.xrange(KEY)} & set(old)
+    assert hand.claim(*ids)[0].attempt == 1
+
+
+def test_an_entry_just_read_is_left_alone(db, hub, raw, context, publisher):
+    hand, ids = hire(db), submit(db, 2)
+    publisher.publish("default")
+    deliver(hub, raw, hand, idle_s=0)
+    assert duties.reclaim(context) == 0
+    assert announced(raw) == ids
+
+
+def test_the_entry_of_a_job_that_is_over_is_removed(db, raw, context, scene):
+    """F-1: killed after the commit, before the acknowledgement."""
+    hand, (claim,) = scene()
+    hand.finish(claim)
+    assert duties.reclaim(context) == 1
+    assert announced(raw) == []
+    assert status(db, claim.job_id) == "done"
+
+
+def test_garbage_and_unknown_jobs_are_removed(db, hub, raw, context):
+    submit(db)  # the lane is known
+    raw.xadd(KEY, {"hello": "world"})
+    raw.xadd(KEY, {"job_id": "nobody"})
+    deliver(hub, raw, hire(db))
+    assert duties.reclaim(context) == 2
+    assert announced(raw) == []
+
+
+def test_the_walk_goes_on_where_it_stopped(db, hub, raw, context, monkeypatch):
+    monkeypatch.setattr(duties, "BATCH", 5)
+    hand, ids = hire(db), submit(db, 18)
+    context.publisher.publish("default")
+    deliver(hub, raw, hand, 100)
+    hand.claim(*ids[:12])  # the first ones stay; those behind must be reached all the same
+    for _ in range(5):
+        duties._reclaim_entries(context, hub.lane("default"))
+    assert sorted(announced(raw)) == sorted(ids[:12])
+    assert {row(db, job_id).queued for job_id in ids[12:]} == {"ready"}
+
+
+# --- consumers ---
+
+
+def test_consumers_of_workers_that_are_gone_are_forgotten(db, hub, raw, context, monkeypatch):
+    monkeypatch.setattr(duties, "CONSUMER_IDLE_MS", 0)
+    lane = hub.lane("default")
+    alive, gone, owing = hire(db), hire(db), hire(db)
+    submit(db)
+    lane.ensure_group()
+    for hand in (alive, gone):
+        hub.reader(lane, hand.worker_id).read(1, 20)
+    raw.xadd(KEY, {"job_id": "x"})
+    hub.reader(lane, owing.worker_id).read(1, 20)
+    for hand in (gone, owing):
+        db.write(lambda conn, hand=hand: nodes.deregister(conn, hand.worker))
+    duties.reclaim(context)
+    names = {consumer["name"] for consumer in raw.xinfo_consumers(KEY, lane.group)}
+    assert names - {"leader"} == {alive.worker_id, owing.worker_id}
+    assert raw.xpending(KEY, lane.group)["pending"] == 1
+
+
+# --- publish, purge ---
+
+
+def test_publish_promotes_what_is_due_in_every_lane(db, raw, context):
+    due, later = submit(db, 2)
+    (other,) = submit(db, pool_id="other")
+    set_job(db, due, queued="delayed", not_before=utc_shift(-1.0))
+    set_job(db, later, queued="delayed", not_before=utc_shift(60.0))
+    assert duties.publish(context) >= 2
+    assert announced(raw) == [due]
+    assert [f["job_id"] for _, f in raw.xrange(f"{KEY}:other")] == [other]
+
+
+def test_a_retry_runs_again_after_its_wait(db, raw, context, scene):
+    hand, (claim,) = scene()
+    hand.fail(claim, ErrorKind.TRANSIENT, retry_after_s=3600.0)
+    duties.reclaim(context)
+    duties.publish(context)
+    assert announced(raw) == []
+    set_job(db, claim.job_id, not_before=utc_shift(-0.1))
+    duties.publish(context)
+    assert announced(raw) == [claim.job_id]
+    assert hand.claim(claim.job_id)[0].attempt == 2
+
+
+def test_expired_leases_are_purged(db, context):
+    hire(db, gpu())
+    wish = LeaseRequest("agent", 1000, 60.0)
+    db.write(lambda conn: leases.grant(conn, [wish], STALE_S))
+    assert duties.purge_leases(context) == 0
+    db.write(lambda conn: conn.execute(update(schema.leases).values(expires_at=utc_shift(-1.0))))
+    assert [duties.purge_leases(context), duties.purge_leases(context)] == [1, 0]
+    assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+
+
+# --- all of them ---
+
+
+def mess(db, hub, raw, publisher):
+    """One of everything that a duty looks for."""
+    dead, reader = hire(db, gpu()), hire(db, gpu())
+    ids = submit(db, 6, min_memory_mb=100)
+    publisher.publish("default")
+    deliver(hub, raw, dead, 2)
+    dead.claim(*ids[:2])
+    dead.go_silent()
+    deliver(hub, raw, reader, 2)
+    raw.xdel(KEY, raw.xrange(KEY)[-1][0])
+    for job_id in ids[4:]:
+        set_job(db, job_id, published_at=utc_shift(-60.0))
+    (due,) = submit(db)
+    set_job(db, due, queued="delayed", not_before=utc_shift(-1.0))
+    db.write(lambda conn: leases.grant(conn, [LeaseRequest("agent", 10, 60.0)], STALE_S))
+    over = (
+        update(schema.leases).where(schema.leases.c.agent_name == "agent").values(expires_at=utc_shift(-1.0))
+    )
+    db.write(lambda conn: conn.execute(over))
+
+
+def test_a_second_run_of_every_duty_changes_nothing(db, hub, raw, context, publisher):
+    """INV-23."""
+    mess(db, hub, raw, publisher)
+    for duty in duties.DUTIES * 2:
+        duty.run(context)
+    before = snapshot(db, raw)
+    assert [duty.run(context) for duty in duties.DUTIES] == [0] * len(duties.DUTIES)
+    assert snapshot(db, raw) == before
+    assert {job.status for job in rows(db, schema.jobs)} == {"pending"}
+    assert len(announced(raw)) == len(set(announced(raw))) == 7
+
+
+@pytest.mark.parametrize("name", [duty.name for duty in duties.DUTIES])
+def test_a_leader_that_was_replaced_writes_nothing_more(db, hub, raw, context, name):
+    mess(db, hub, raw, context.publisher)
+    lock = context.settings.leader_lock
+    db.write(lambda conn: leadership.take(conn, lock, "successor", 60.0, lock_held=True))
+    before = snapshot(db, raw)
+    with pytest.raises(StaleEpoch):
+        duties.find(name).run(context)
+    assert snapshot(db, raw) == before
+
+
+def test_an_unknown_duty_is_refused_with_those_there_are():
+    with pytest.raises(UnknownDuty, match="publish, repair, reclaim, purge_leases"):
+        duties.find("world_peace")

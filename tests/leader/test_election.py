@@ -1,0 +1,429 @@
+"""Elections: one term at a time, and a write of an earlier one is refused, whatever its author believes."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from sqlalchemy import event, text, update
+
+from orchestrator.errors import DatabaseUnavailable, StaleEpoch
+from orchestrator.leader import term as term_module
+from orchestrator.leader.term import Candidate, Term, borrow
+from orchestrator.store import leadership, schema
+from orchestrator.store.dialect import MariaDB, ServerLock, utc_shift
+from tests.factories import now, rows
+from tests.waiting import wait_until
+
+NAME = "gpu_orchestrator_leader"
+
+
+@pytest.fixture
+def candidates(db, db_url, settings, open_database):
+    """Candidates on databases of their own, as in different processes."""
+    made = []
+
+    def make(holder, **given):
+        given = {"leader_ttl_s": 30.0} | given
+        made.append(Candidate(open_database(db_url, **given), settings(database_url=db_url, **given), holder))
+        return made[-1]
+
+    yield make
+    for candidate in made:
+        candidate._drop_lock()
+
+
+def row(db):
+    return db.read(lambda conn: leadership.current(conn, NAME))
+
+
+def epoch_of(candidate):
+    return candidate.term.epoch if candidate.term else None
+
+
+def take(db, holder="usurper", ttl_s=30.0, *, lock_held=True):
+    return db.write(lambda conn: leadership.take(conn, NAME, holder, ttl_s, lock_held=lock_held))
+
+
+def end_term(db):
+    """As if the last renewal had been long ago."""
+    over = update(schema.leadership).values(expires_at=utc_shift(-1.0))
+    db.write(lambda conn: conn.execute(over))
+
+
+def mark(term, lane):
+    term.write(lambda conn: conn.execute(schema.lanes.insert(), {"lane": lane}))
+
+
+def marks(db):
+    return sorted(lane.lane for lane in rows(db, schema.lanes))
+
+
+# --- two candidates ---
+
+
+def test_one_of_two_candidates_leads_and_keeps_leading(db, candidates):
+    one, other = candidates("one"), candidates("other")
+    for _ in range(3):
+        one.tick()
+        other.tick()
+    assert (epoch_of(one), other.term) == (1, None)
+    assert (row(db).holder, row(db).epoch, row(db).alive) == ("one", 1, True)
+    assert [e.event_type for e in rows(db, schema.audit)] == ["leader.elected"]
+
+
+def test_who_resigns_is_followed_at_once(db, candidates):
+    one, other = candidates("one"), candidates("other")
+    one.tick()
+    one.resign()
+    assert one.term is None
+    assert row(db).alive is False
+    other.tick()
+    assert epoch_of(other) == 2
+    one.tick()
+    assert one.term is None
+
+
+def test_epochs_only_grow(db, candidates):
+    seen = []
+    for n in range(5):
+        candidate = candidates(f"c{n % 2}")
+        candidate.tick()
+        seen.append(epoch_of(candidate))
+        candidate.resign()
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_many_candidates_at_the_same_moment_elect_one(db, candidates):
+    crowd = [candidates(f"c{n}") for n in range(6)]
+    barrier = threading.Barrier(6)
+
+    def stand(candidate):
+        barrier.wait(10)
+        candidate.tick()
+
+    threads = [threading.Thread(target=stand, args=(c,), name="stand") for c in crowd]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [c.term.epoch for c in crowd if c.term] == [1]
+
+
+# --- fencing ---
+
+
+def test_a_write_of_an_older_epoch_is_refused_while_its_connection_is_open(db, candidates):
+    """INV-18."""
+    one = candidates("one")
+    one.tick()
+    old = one.term
+    mark(old, "before")
+    assert take(db) == 2
+    assert one.term is old  # it still believes
+    with pytest.raises(StaleEpoch):
+        mark(old, "after")
+    assert marks(db) == ["before"]
+
+
+def test_a_write_of_an_expired_term_is_refused_even_without_a_successor(db, candidates):
+    one = candidates("one")
+    one.tick()
+    end_term(db)
+    with pytest.raises(StaleEpoch):
+        mark(one.term, "late")
+    assert marks(db) == []
+
+
+def test_a_successor_waits_for_a_write_that_began_before_it(db, candidates):
+    """Whoever was fenced finishes; only then the next term begins. No write falls between two epochs."""
+    one = candidates("one")
+    one.tick()
+    inside, go_on, order = threading.Event(), threading.Event(), []
+
+    def slow(conn):
+        inside.set()
+        assert go_on.wait(10)
+        conn.execute(schema.lanes.insert(), {"lane": "slow"})
+
+    def write():
+        one.term.write(slow)
+        order.append("write")
+
+    def follow():
+        take(db)
+        order.append("take")
+
+    writing = threading.Thread(target=write, name="writing")
+    taking = threading.Thread(target=follow, name="taking")
+    writing.start()
+    assert inside.wait(10)
+    taking.start()
+    taking.join(0.3)
+    assert taking.is_alive()
+    go_on.set()
+    writing.join(10)
+    taking.join(10)
+    assert sorted(order) == ["take", "write"]
+    assert marks(db) == ["slow"]
+    assert row(db).epoch == 2
+
+
+def test_two_leader_writes_do_not_wait_for_each_other(maria_db, settings):
+    """The fence is a shared lock: duties run side by side."""
+    leadership.ensure_row(maria_db, NAME)
+    term = Term(maria_db, NAME, take(maria_db))
+
+    def outer(_conn):
+        inner = []
+        thread = threading.Thread(target=lambda: inner.append(term.write(lambda _c: "done")), name="inner")
+        thread.start()
+        thread.join(3)
+        return inner
+
+    assert term.write(outer) == ["done"]
+
+
+def test_without_the_lock_a_living_term_is_respected_and_a_finished_one_followed(db):
+    leadership.ensure_row(db, NAME)
+    assert take(db, lock_held=False) == 1  # nobody ever led
+    assert take(db, lock_held=False) is None
+    end_term(db)
+    assert take(db, lock_held=False) == 2
+
+
+def test_an_expired_term_is_not_renewed(db, candidates):
+    one = candidates("one")
+    one.tick()
+    end_term(db)
+    one.tick()
+    assert one.term is None
+    assert row(db).alive is False
+    one.tick()
+    assert epoch_of(one) == 2
+
+
+def test_a_renewal_extends_the_term(db, candidates):
+    one = candidates("one")
+    one.tick()
+    soon = update(schema.leadership).values(expires_at=utc_shift(2.0))
+    db.write(lambda conn: conn.execute(soon))
+    one.tick()
+    assert (row(db).expires_at - now(db)).total_seconds() > 20
+
+
+# --- doubt ---
+
+
+def test_a_term_is_trusted_only_until_its_margin_on_the_own_clock(db, candidates, monkeypatch):
+    """INV-19: the row still says it leads; its own clock says stop."""
+    clock = [1000.0]
+    monkeypatch.setattr(term_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    one = candidates("one", leader_ttl_s=30.0, leader_trust_margin_s=5.0)
+    one.tick()
+    clock[0] += 24.9
+    assert one.term is not None
+    clock[0] += 0.2
+    assert one.term is None
+    assert row(db).alive is True
+    one.tick()  # too late to renew: it must not act as if it had never doubted
+    assert one.term is None
+    one.tick()
+    assert epoch_of(one) == 2
+
+
+def test_trust_is_counted_from_the_start_of_the_renewal(candidates, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(term_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    one = candidates("one", leader_ttl_s=30.0, leader_trust_margin_s=5.0)
+    write = one._db.write
+
+    def slow(work):
+        clock[0] += 20.0  # the answer takes long: for all we know, the row was written right away
+        return write(work)
+
+    monkeypatch.setattr(one._db, "write", slow)
+    one.tick()
+    assert one._trusted_until <= 1000.0 + 25.0 + 20.0  # ensure_row came first
+    clock[0] = one._trusted_until - 0.1
+    assert one.term is not None
+    assert one._trusted_until - clock[0] < 6.0
+
+
+@pytest.mark.parametrize("when", ["standing", "leading"])
+def test_a_database_that_is_away_ends_the_term_and_gives_up_the_lock(db, candidates, monkeypatch, when):
+    one, other = candidates("one"), candidates("other")
+    if when == "leading":
+        one.tick()
+
+    def away(_work):
+        raise DatabaseUnavailable("away")
+
+    monkeypatch.setattr(one._db, "write", away)
+    one.tick()
+    assert one.term is None
+    other.tick()
+    assert other.term is not None
+    monkeypatch.undo()
+    one.tick()
+    assert one.term is None
+
+
+def test_without_a_lock_that_proves_anything_the_row_alone_decides(db, candidates, monkeypatch):
+    """Galera."""
+    one, other = candidates("one"), candidates("other")
+    for candidate in (one, other):
+        monkeypatch.setattr(candidate._db, "leader_lock", lambda: None)
+        candidate.tick()
+    assert (epoch_of(one), other.term) == (1, None)
+    end_term(db)
+    other.tick()
+    assert epoch_of(other) == 2
+    one.tick()
+    assert one.term is None
+
+
+# --- GET_LOCK ---
+
+
+@pytest.fixture
+def maria_candidates(maria_db, settings, open_database):
+    url = maria_db.settings.database_url
+    made = []
+
+    def make(holder, **given):
+        given = {"leader_ttl_s": 30.0} | given
+        made.append(Candidate(open_database(url, **given), settings(database_url=url, **given), holder))
+        return made[-1]
+
+    yield make
+    for candidate in made:
+        candidate._drop_lock()
+
+
+def lock_holder(db):
+    return db.read(lambda conn: conn.execute(text(f"SELECT IS_USED_LOCK('{NAME}')")).scalar())
+
+
+def test_the_lock_is_taken_once_and_then_only_looked_at(maria_db, maria_candidates):
+    """wolverine#4284: taking it on each tick stacks, and one release frees nothing."""
+    one = maria_candidates("one")
+    asked = []
+
+    def note(_conn, _cursor, statement, *_rest):
+        asked.append(statement)
+
+    engine = one._db._reader
+    event.listen(engine, "before_cursor_execute", note)
+    for _ in range(5):
+        one.tick()
+    event.remove(engine, "before_cursor_execute", note)
+    assert epoch_of(one) == 1
+    assert sum("GET_LOCK" in statement for statement in asked) == 1
+    assert sum("IS_USED_LOCK" in statement for statement in asked) == 4
+    assert lock_holder(maria_db) is not None
+    one.resign()
+    wait_until(lambda: lock_holder(maria_db) is None, timeout=1, what="the lock is free at once")
+
+
+def test_a_killed_lock_connection_ends_the_term_and_the_next_one_has_a_new_epoch(maria_db, maria_candidates):
+    """F-23, vault#11319."""
+    one, other = maria_candidates("one"), maria_candidates("other")
+    one.tick()
+    old, holder = one.term, lock_holder(maria_db)
+    with maria_db.engine.connect() as connection:
+        connection.execute(text(f"KILL CONNECTION {holder}"))
+        connection.rollback()
+    wait_until(lambda: lock_holder(maria_db) is None, what="the lock is free")
+    other.tick()
+    assert epoch_of(other) == 2
+    assert one.term is old  # it has not talked to the database yet
+    with pytest.raises(StaleEpoch):
+        mark(old, "too late")
+    one.tick()
+    assert one.term is None
+    one.tick()
+    assert one.term is None
+    other.resign()
+    one.tick()
+    assert epoch_of(one) == 3
+
+
+def test_a_leader_whose_lock_is_gone_steps_down_although_its_row_is_fine(maria_db, maria_candidates):
+    one = maria_candidates("one")
+    one.tick()
+    holder = lock_holder(maria_db)
+    with maria_db.engine.connect() as connection:
+        connection.execute(text(f"KILL CONNECTION {holder}"))
+        connection.rollback()
+    one.tick()
+    assert one.term is None
+    one.tick()
+    assert epoch_of(one) == 2
+
+
+@pytest.mark.parametrize("answer", [None, 0])
+def test_an_answer_that_is_not_one_is_no_success(maria_db, maria_candidates, monkeypatch, answer):
+    """cacti#6777: NULL is an error."""
+    one = maria_candidates("one")
+    monkeypatch.setattr(ServerLock, "_ask", lambda *_args: answer)
+    one.tick()
+    assert one.term is None
+    assert row(maria_db).epoch == 0
+
+
+def test_a_lock_that_somebody_else_holds_is_waited_for(maria_db, maria_candidates):
+    one = maria_candidates("one")
+    with maria_db.engine.connect() as stranger:
+        assert stranger.execute(text(f"SELECT GET_LOCK('{NAME}', 0)")).scalar() == 1
+        one.tick()
+        one.tick()
+        assert one.term is None
+        stranger.execute(text(f"SELECT RELEASE_LOCK('{NAME}')"))
+        one.tick()
+        assert epoch_of(one) == 1
+        stranger.rollback()
+
+
+def test_the_lock_connection_is_ended_by_the_server_when_it_is_not_used(maria_db, maria_candidates):
+    """A frozen leader: nobody asks, and the server itself gives the lock to the next."""
+    one = maria_candidates("one", leader_ttl_s=1.0, leader_trust_margin_s=0.3, leader_interval_s=0.1)
+    one.tick()
+    assert lock_holder(maria_db) is not None
+    wait_until(lambda: lock_holder(maria_db) is None, timeout=5, what="the server ended the idle session")
+    one.tick()
+    assert one.term is None
+
+
+def test_a_transaction_that_was_frozen_half_way_does_not_hold_up_its_successor(
+    maria_db, settings, open_database, monkeypatch
+):
+    """A process stopped between fence and commit holds a lock on the row that every successor needs."""
+    monkeypatch.setattr(MariaDB, "IDLE_TRANSACTION_S", 1)
+    frozen_db = open_database(maria_db.settings.database_url)
+    leadership.ensure_row(maria_db, NAME)
+    epoch = take(maria_db)
+    with frozen_db.engine.connect() as frozen:
+        leadership.fence(frozen, NAME, epoch)
+        started = time.monotonic()
+        assert take(maria_db, "successor") == epoch + 1
+        assert time.monotonic() - started < 4
+        frozen.invalidate()
+
+
+# --- by hand ---
+
+
+def test_a_duty_by_hand_runs_under_the_living_leaders_epoch_or_one_of_its_own(
+    db, db_url, settings, candidates
+):
+    config = settings(database_url=db_url)
+    own = borrow(db, config, "operator")
+    assert own.epoch == 1
+    mark(own, "by-hand")
+    assert borrow(db, config, "operator").epoch == 1
+    end_term(db)
+    one = candidates("one")
+    one.tick()
+    assert borrow(db, config, "operator").epoch == epoch_of(one) == 2
+    assert marks(db) == ["by-hand"]

@@ -1,0 +1,118 @@
+"""The leader's threads: duties run while the term lasts, and a broken one does not stop the others."""
+
+import logging
+
+import pytest
+
+from orchestrator.errors import DatabaseUnavailable
+from orchestrator.leader import loop
+from orchestrator.leader.duties import DUTIES, Duty
+from orchestrator.leader.loop import LeaderLoop
+from orchestrator.leader.term import Candidate
+from orchestrator.publisher import Publisher
+from orchestrator.store import leadership
+from tests.factories import hire, row, status, submit
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def config(db_url, redis_url, settings):
+    return settings(database_url=db_url, redis_url=redis_url)
+
+
+@pytest.fixture
+def leaders(db_url, hub, config, open_database):
+    made = []
+
+    def make(holder="leader"):
+        opened = open_database(db_url)
+        made.append(LeaderLoop(opened, hub, Publisher(opened, hub, config), config, holder))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for leader in made:
+        leader.close()
+
+
+def leading(db, config):
+    return db.read(lambda conn: leadership.current(conn, config.leader_lock))
+
+
+def test_a_leader_publishes_rescues_and_resigns(db, raw, config, leaders):
+    hand, (job_id,) = hire(db), submit(db)
+    leader = leaders()
+    wait_until(lambda: raw.xlen("stream:orchestrator:inference_jobs") == 1, what="the job is announced")
+    hand.claim(job_id)
+    hand.go_silent()
+    wait_until(lambda: status(db, job_id) == "pending", what="the dead worker's job waits again")
+    assert row(db, job_id).crashes == 1
+    epoch = leader.term.epoch
+    leader.close()
+    assert leader.term is None
+    assert (leading(db, config).alive, leading(db, config).epoch) == (False, epoch)
+
+
+def test_the_next_leader_takes_over_and_does_the_duties(db, raw, config, leaders):
+    one = leaders("one")
+    wait_until(lambda: one.term, what="one leads")
+    other = leaders("other")
+    one.close()
+    wait_until(lambda: other.term, timeout=5, what="the other one leads")
+    assert other.term.epoch == 2
+    submit(db)
+    wait_until(lambda: raw.xlen("stream:orchestrator:inference_jobs") == 1, what="the job is announced")
+
+
+def test_a_duty_that_breaks_or_fails_does_not_stop_the_others(raw, leaders, monkeypatch, caplog):
+    runs = {"breaks": 0, "fails": 0, "works": 0}
+
+    def breaks(_context):
+        runs["breaks"] += 1
+        raise RuntimeError("a bug")
+
+    def fails(_context):
+        runs["fails"] += 1
+        raise DatabaseUnavailable("away")
+
+    def works(_context):
+        runs["works"] += 1
+        return 0
+
+    table = tuple(Duty(f.__name__, lambda _s: 0.01, f) for f in (breaks, fails, works))
+    monkeypatch.setattr(loop, "DUTIES", table)
+    caplog.set_level(logging.WARNING)
+    leaders()
+    wait_until(lambda: min(runs.values()) >= 3, what="every duty runs again")
+    assert "a bug" in caplog.text
+    assert len(DUTIES) == 4
+
+
+def test_no_duty_runs_without_a_term(db, config, leaders, monkeypatch, caplog):
+    monkeypatch.setattr(Candidate, "tick", lambda _self: None)
+    ran = []
+
+    def never(_context):
+        ran.append(1)
+        return 0
+
+    monkeypatch.setattr(loop, "DUTIES", (Duty("never", lambda _s: 0.0, never),))
+    leader = leaders()
+    leader._threads[1].join(0.3)
+    assert leader._threads[1].is_alive()
+    assert ran == []
+
+
+def test_an_election_that_breaks_is_tried_again(leaders, monkeypatch, caplog):
+    tick, broken = Candidate.tick, [True]
+
+    def break_once(self):
+        if broken:
+            broken.pop()
+            raise RuntimeError("a bug in the election")
+        tick(self)
+
+    monkeypatch.setattr(Candidate, "tick", break_once)
+    leader = leaders()
+    wait_until(lambda: leader.term, what="it leads all the same")
+    assert "a bug in the election" in caplog.text

@@ -1,0 +1,116 @@
+"""Every arrow: taken from where it starts, with its audit row; refused from elsewhere, without a trace."""
+
+from typing import Any
+
+import pytest
+
+from orchestrator import jobs as rules
+from orchestrator.jobs import ARROWS, OWNED, TERMINAL, ErrorKind, Status
+from orchestrator.store import jobs, schema
+from orchestrator.store.jobs import Claim, End, NotClaimed, Outcome, Start
+from tests.factories import hire, history, row, rows, set_job, submit
+
+#: What a worker reports so that an attempt takes this arrow. A job of these tests has one attempt to use up.
+ENDS: dict[rules.Arrow, Any] = {
+    rules.FINISH: {"outcome": Outcome.DONE, "result": "{}"},
+    rules.SKIP: {"outcome": Outcome.SKIPPED, "error": "nothing to do"},
+    rules.FAIL: {"outcome": Outcome.FAILED, "error_kind": ErrorKind.PERMANENT, "error": "no"},
+    rules.BURY: {"outcome": Outcome.FAILED, "error_kind": ErrorKind.TRANSIENT, "error": "no"},
+    rules.RETRY: {"outcome": Outcome.FAILED, "error_kind": ErrorKind.TRANSIENT, "error": "no"},
+    rules.HAND_BACK: {"outcome": Outcome.HANDED_BACK, "error": "leaving"},
+}
+
+
+def take(hand, arrow, job_id, attempt=1):
+    """Try the arrow through the function that workers use; whether it was taken."""
+    if arrow is rules.CLAIM:
+        return isinstance(hand.offer(job_id)[job_id], Claim)
+    if arrow is rules.DEFER:
+        answer = hand.offer(job_id, memory_mb=None)[job_id]
+        return isinstance(answer, NotClaimed) and answer.reason == "no_handler"
+    if arrow is rules.START:
+        hand.record(starts=[Start(job_id, attempt)])
+        return status_of(hand, job_id) == Status.RUNNING
+    (settled,) = hand.record(ends=[End(job_id, attempt, **ENDS[arrow])])
+    return settled.arrow is arrow
+
+
+def status_of(hand, job_id):
+    return row(hand.db, job_id).status
+
+
+def job_in(db, state, arrow, *, owner="somebody-else"):
+    """A job put into `state` by hand, as attempt 1."""
+    (job_id,) = submit(db, max_attempts=1 if arrow is rules.BURY else 5)
+    owned = state in OWNED
+    set_job(db, job_id, status=state, attempt=1, attempts=1, worker_id=owner if owned else None)
+    return job_id
+
+
+def everything(db):
+    return [rows(db, table) for table in (schema.jobs, schema.audit, schema.results, schema.leases)]
+
+
+def names(value):
+    return value.event if isinstance(value, rules.Arrow) else str(value)
+
+
+@pytest.mark.parametrize("arrow", ARROWS, ids=names)
+def test_an_arrow_leads_from_each_source_to_its_target(db, arrow):
+    hand = hire(db)
+    for source in sorted(arrow.source):
+        owner = hand.worker_id if arrow is not rules.CLAIM else "somebody-else"
+        job_id = job_in(db, source, arrow, owner=owner)
+        assert take(hand, arrow, job_id), source
+        assert status_of(hand, job_id) == arrow.target
+        # Deferring is no event of the job's life: it happens every second, and `wait_reason` shows it.
+        assert history(db, job_id)[1:] == ([] if arrow is rules.DEFER else [arrow.event])
+
+
+@pytest.mark.parametrize("arrow", ARROWS, ids=names)
+def test_an_arrow_is_refused_from_any_other_state(db, arrow):
+    hand = hire(db)
+    jobs_by_state = {state: job_in(db, state, arrow) for state in Status if state not in arrow.source}
+    before = everything(db)
+    for state, job_id in jobs_by_state.items():
+        taken = take(hand, arrow, job_id)
+        # Where the arrow leads, a report is taken for a repetition after a lost answer: yes, but nothing new.
+        assert not taken or state == arrow.target, state
+        assert everything(db) == before, state
+
+
+@pytest.mark.parametrize("arrow", [a for a in ARROWS if a not in {rules.CLAIM, rules.DEFER}], ids=names)
+@pytest.mark.parametrize("attempt", [0, 2])
+def test_an_arrow_is_refused_for_another_attempt(db, arrow, attempt):
+    """INV-2, INV-3: a worker that was declared dead and wakes up changes nothing."""
+    hand = hire(db)
+    job_id = job_in(db, Status.CLAIMED, arrow, owner=hand.worker_id)
+    before = everything(db)
+    assert not take(hand, arrow, job_id, attempt)
+    assert everything(db) == before
+
+
+@pytest.mark.parametrize("arrow", ARROWS, ids=names)
+def test_the_update_itself_is_guarded_by_state_and_attempt(db, arrow):
+    """Below the functions: were their checks wrong, the UPDATE still would not match."""
+    values = {"delay_s": 1.0} if arrow in {rules.RETRY, rules.DEFER} else {}
+    by_state = {state: job_in(db, state, arrow) for state in Status}
+    outside = [job_id for state, job_id in by_state.items() if state not in arrow.source]
+    inside = [job_id for state, job_id in by_state.items() if state in arrow.source]
+    before = everything(db)
+    assert db.write(lambda conn: jobs._move(conn, arrow, 1, outside, **values)) == 0
+    assert db.write(lambda conn: jobs._move(conn, arrow, 2, inside, **values)) == 0
+    assert everything(db) == before
+    assert db.write(lambda conn: jobs._move(conn, arrow, 1, inside, **values)) == len(inside)
+
+
+@pytest.mark.parametrize("state", sorted(TERMINAL))
+def test_the_end_is_the_end(db, state):
+    hand = hire(db)
+    job_id = job_in(db, state, rules.FINISH)
+    before = everything(db)
+    for arrow in ARROWS:
+        take(hand, arrow, job_id)
+    hand.go_silent()
+    db.write(lambda conn: jobs.take_from_dead(conn, hand.by, rules.RetryPolicy(1, 1, 1), 10))
+    assert everything(db) == before

@@ -1,0 +1,344 @@
+"""Leases: granted by a guarded UPDATE, kept alive by heartbeats, never brought back to life."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select, update
+
+from orchestrator.errors import LeaseEnded, LeaseNotFound
+from orchestrator.leases import Denied, Granted, LeaseRequest, token_hash
+from orchestrator.store import leases, schema
+from orchestrator.store.dialect import utc_shift
+from tests.factories import STALE_S, gpu, hire, is_sqlite, now, rows, submit
+
+
+def request(memory_mb=1000, **fields):
+    return LeaseRequest(**({"agent": "a", "memory_mb": memory_mb, "ttl_s": 60.0} | fields))
+
+
+def grant(db, *requests, stale_s=STALE_S):
+    return db.write(lambda conn: leases.grant(conn, requests, stale_s))
+
+
+def leased(db):
+    return [g.leased_mb for g in sorted(rows(db, schema.gpus), key=lambda g: g.gpu_index)]
+
+
+def expire(db, token, seconds=1.0):
+    """As if the lease had run out that long ago."""
+    mine = schema.leases.c.token == token_hash(token)
+    db.write(
+        lambda conn: conn.execute(update(schema.leases).where(mine).values(expires_at=utc_shift(-seconds)))
+    )
+
+
+def heartbeat(db, token):
+    return db.write(lambda conn: leases.heartbeat(conn, token))
+
+
+def release(db, token):
+    return db.write(lambda conn: leases.release(conn, token))
+
+
+def test_a_granted_lease_is_memory_taken(db):
+    hire(db, gpu(0), gpu(1))
+    before = now(db)
+    (answer,) = grant(db, request(1000, gpu_count=2))
+    assert isinstance(answer, Granted)
+    assert (answer.mode, answer.node_id) == ("gpu", "node-1")
+    assert [(share.gpu_uuid, share.gpu_index) for share in answer.gpus] == [("GPU-0", 0), ("GPU-1", 1)]
+    assert leased(db) == [1000, 1000]
+    assert before <= answer.expires_at - timedelta(seconds=60) <= now(db)
+    (lease,) = rows(db, schema.leases)
+    assert (lease.memory_mb, lease.state, lease.expires_at) == (1000, "active", answer.expires_at)
+    assert sorted(share.gpu_uuid for share in rows(db, schema.lease_gpus)) == ["GPU-0", "GPU-1"]
+
+
+def test_a_batch_sees_what_its_own_members_took(db):
+    hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))  # 9000 usable each
+    answers = grant(db, *[request(4000) for _ in range(5)])
+    assert [isinstance(answer, Granted) for answer in answers] == [True] * 4 + [False]
+    assert (
+        answers[4].reason == "needs 4000 MB; node-1/0: 1000 of 9000 MB free, node-1/1: 1000 of 9000 MB free"
+    )
+    assert answers[4].retry_after_s > 0
+    assert leased(db) == [8000, 8000]
+
+
+def test_the_last_megabyte_may_be_leased_and_not_one_more(db):
+    hire(db, gpu(total_mb=10_000, foreign_mb=3000))
+    assert isinstance(grant(db, request(6001))[0], Denied)
+    assert isinstance(grant(db, request(6000))[0], Granted)
+    assert isinstance(grant(db, request(1))[0], Denied)
+
+
+def test_several_gpus_are_all_or_nothing_and_of_one_node(db):
+    hire(db, gpu(0), gpu(1, health="lost"), node="one")
+    hire(db, gpu(2), node="two")
+    (answer,) = grant(db, request(1000, gpu_count=2))
+    assert isinstance(answer, Denied)
+    assert leased(db) == [0, 0, 0]
+
+
+def test_a_wish_for_a_node_is_kept(db):
+    hire(db, gpu(0), node="one")
+    hire(db, gpu(1, total_mb=90_000), node="two")
+    (answer,) = grant(db, request(1000, node_id="two"))
+    assert answer.node_id == "two"
+
+
+def test_cpu_when_allowed_and_only_when_no_gpu_has_room(db):
+    hire(db, gpu(total_mb=10_000))
+    first, second = grant(db, *[request(6000, cpu_fallback=True) for _ in range(2)])
+    assert (first.mode, second.mode) == ("gpu", "cpu")
+    assert second.gpus == ()
+    assert leased(db) == [6000]
+    assert release(db, second.request.token) == "active"
+    assert leased(db) == [6000]
+
+
+@pytest.mark.parametrize("health", ["lost", "quarantined", "unknown"])
+def test_a_gpu_that_is_not_well_closes_the_gate_from_its_first_sample_on(db, health):
+    """INV-15."""
+    hand = hire(db, gpu(health=health, health_reason="XID 79"))
+    (answer,) = grant(db, request())
+    assert isinstance(answer, Denied)
+    assert health in answer.reason
+    assert rows(db, schema.gpus)[0].health_reason == "XID 79"
+    hand.gpus = [gpu()]
+    hand.beat()
+    assert isinstance(grant(db, request())[0], Granted)
+    hand.gpus = [gpu(health=health)]
+    hand.beat()
+    assert isinstance(grant(db, request())[0], Denied)
+
+
+def test_a_stale_sample_closes_the_gate(db):
+    hand = hire(db, gpu())
+    old = update(schema.gpus).values(sampled_at=utc_shift(-STALE_S - 1))
+    db.write(lambda conn: conn.execute(old))
+    (answer,) = grant(db, request())
+    assert answer == Denied("needs 1000 MB; node-1/0: its last sample is stale")
+    hand.beat()
+    assert isinstance(grant(db, request())[0], Granted)
+
+
+@pytest.mark.parametrize("change", ["health", "stale", "full", "foreign"])
+def test_the_update_refuses_what_the_snapshot_still_allowed(db, monkeypatch, change):
+    """Between the look and the UPDATE the world changes: the guard decides, not the look."""
+    hand = hire(db, gpu(total_mb=10_000))
+    look, looks = leases.snapshot, list[Any]()
+
+    def look_once(conn, stale_s, node_id=None):
+        views = looks[0] if looks else look(conn, stale_s, node_id)
+        looks.append(views)
+        return views
+
+    db.write(lambda conn: look_once(conn, STALE_S))
+    values: Any = {
+        "health": {"health": "lost"},
+        "stale": {"sampled_at": utc_shift(-STALE_S - 1)},
+        "full": {"leased_mb": 8500},
+        "foreign": {"foreign_mb": 8500},
+    }[change]
+    db.write(lambda conn: conn.execute(update(schema.gpus).values(**values)))
+    monkeypatch.setattr(leases, "snapshot", look_once)
+    (answer,) = grant(db, request())
+    assert answer == Denied("other requests took the memory first", retry_after_s=0.1)
+    assert len(looks) == 1 + leases.MAX_ROUNDS
+    assert rows(db, schema.leases) == []
+    assert leased(db) == [8500 if change == "full" else 0]
+    assert hand.gpus
+
+
+def test_one_of_two_gpus_taken_meanwhile_gives_the_other_back(db, monkeypatch):
+    hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))
+    views = db.read(lambda conn: leases.snapshot(conn, STALE_S))
+    monkeypatch.setattr(leases, "snapshot", lambda *_args: views)
+    taken = update(schema.gpus).where(schema.gpus.c.gpu_index == 1).values(foreign_mb=9000)
+    db.write(lambda conn: conn.execute(taken))
+    both, single = grant(db, request(5000, gpu_count=2), request(100))
+    assert isinstance(both, Denied)
+    assert isinstance(single, Granted)
+    assert leased(db) == [100, 0]
+
+
+# --- heartbeat, release, expiry ---
+
+
+def test_a_heartbeat_extends_by_the_leases_own_time(db):
+    hire(db, gpu())
+    (answer,) = grant(db, request(ttl_s=100.0))
+    expire(db, answer.request.token, seconds=-1.0)  # one second left
+    extended = heartbeat(db, answer.request.token)
+    left = extended - now(db)
+    assert timedelta(seconds=95) < left <= timedelta(seconds=100)
+
+
+def test_an_expired_lease_cannot_be_revived(db):
+    """INV-14."""
+    hire(db, gpu())
+    token = grant(db, request())[0].request.token
+    expire(db, token)
+    with pytest.raises(LeaseEnded, match="expired"):
+        heartbeat(db, token)
+    assert db.write(leases.purge) == 1
+    with pytest.raises(LeaseEnded, match="expired"):
+        heartbeat(db, token)
+    assert leased(db) == [0]
+
+
+def test_release_is_idempotent_and_gives_the_memory_back_once(db):
+    hire(db, gpu())
+    grant(db, request(500))
+    token = grant(db, request(1000))[0].request.token
+    assert [release(db, token) for _ in range(3)] == ["active", "released", "released"]
+    assert leased(db) == [500]
+    with pytest.raises(LeaseEnded, match="released"):
+        heartbeat(db, token)
+    events = [entry.event_type for entry in rows(db, schema.audit)]
+    assert events.count("lease.released") == 1
+
+
+def test_release_after_expiry_gives_the_memory_back_once(db):
+    hire(db, gpu())
+    token = grant(db, request())[0].request.token
+    expire(db, token)
+    assert release(db, token) == "active"  # nobody had purged it yet
+    assert db.write(leases.purge) == 0
+    assert leased(db) == [0]
+
+
+def test_a_release_whose_answer_was_lost_is_repeated_harmlessly(db, lose_commits):
+    hire(db, gpu())
+    token = grant(db, request())[0].request.token
+    lose_commits(1)
+    assert release(db, token) == "released"
+    assert leased(db) == [0]
+
+
+@pytest.mark.parametrize("token", ["", "nonsense", "x" * 10_000, "🦊"])
+def test_an_unknown_token_is_not_found(db, token):
+    for call in (heartbeat, release):
+        with pytest.raises(LeaseNotFound):
+            call(db, token)
+
+
+def test_what_the_table_shows_opens_nothing(db):
+    hire(db, gpu())
+    (answer,) = grant(db, request())
+    (lease,) = rows(db, schema.leases)
+    assert answer.request.token not in repr(rows(db, schema.leases) + rows(db, schema.audit))
+    with pytest.raises(LeaseNotFound):
+        release(db, lease.token)
+
+
+def test_purge_ends_what_is_over_and_never_what_lives(db):
+    """INV-17."""
+    hire(db, gpu())
+    over, alive, kept = (answer.request.token for answer in grant(db, *[request(100 * n) for n in (1, 2, 3)]))
+    expire(db, over)
+    expire(db, alive, seconds=-5.0)
+    assert db.write(leases.purge) == 1
+    assert db.write(leases.purge) == 0
+    assert leased(db) == [500]
+    for token in (alive, kept):
+        heartbeat(db, token)
+    assert [e.event_type for e in rows(db, schema.audit)].count("lease.expired") == 1
+
+
+def test_purge_works_in_bounded_steps(db):
+    hire(db, gpu())
+    for answer in grant(db, *[request(10) for _ in range(5)]):
+        expire(db, answer.request.token)
+    assert [db.write(lambda conn: leases.purge(conn, 2)) for _ in range(4)] == [2, 2, 1, 0]
+    assert leased(db) == [0]
+
+
+def test_the_lease_of_a_job_is_left_to_its_job(db):
+    hand = hire(db, gpu())
+    (claim,) = hand.claim(*submit(db, min_memory_mb=1000))
+    expire(db, claim.lease.request.token)
+    assert db.write(leases.purge) == 0
+    hand.beat(busy=1)
+    (lease,) = rows(db, schema.leases)
+    assert lease.expires_at > now(db)
+    hand.finish(claim)
+    assert leased(db) == [0]
+
+
+def test_ended_leases_are_forgotten_after_a_while_and_live_ones_never(db):
+    hire(db, gpu())
+    ended, alive = (answer.request.token for answer in grant(db, request(), request()))
+    release(db, ended)
+    expire(db, ended, seconds=50.0)
+    expire(db, alive, seconds=50.0)
+    assert db.write(lambda conn: leases.forget_ended(conn, 60.0)) == 0
+    assert db.write(lambda conn: leases.forget_ended(conn, 40.0)) == 1
+    with pytest.raises(LeaseNotFound):
+        heartbeat(db, ended)
+    assert release(db, alive) == "active"
+
+
+# --- under load ---
+
+
+def test_no_gpu_is_ever_overcommitted(db):
+    """INV-12: random sizes from many threads, looked at all the time, balanced at the end."""
+    threads, rounds = (
+        (8, 5) if is_sqlite(db) else (32, 16)
+    )  # 10,240 tries on MariaDB, twenty to a transaction
+    hire(db, gpu(0), gpu(1))
+    over, samples, granted, stop = list[Any](), [0], [0] * threads, threading.Event()
+
+    def watch():
+        shares = (
+            select(schema.lease_gpus.c.gpu_uuid, func.sum(schema.lease_gpus.c.memory_mb).label("held"))
+            .group_by(schema.lease_gpus.c.gpu_uuid)
+            .subquery()
+        )
+        # One statement: one moment.
+        look = select(schema.gpus, func.coalesce(shares.c.held, 0).label("held")).outerjoin(
+            shares, shares.c.gpu_uuid == schema.gpus.c.gpu_uuid
+        )
+        while not stop.is_set():
+            books = db.read(lambda conn: conn.execute(look).all())
+            over.extend(g for g in books if g.leased_mb > g.usable_mb or g.leased_mb != g.held)
+            samples[0] += 1
+
+    def hammer(n):
+        dice, held = random.Random(n), []
+        for _ in range(rounds):
+            wishes = [
+                request(dice.choice([10, 500, 2000, 8000, 15_000]), gpu_count=dice.choice([1, 1, 2]))
+                for _ in range(20)
+            ]
+            held += [answer.request.token for answer in grant(db, *wishes) if isinstance(answer, Granted)]
+            granted[n] += len(held)
+            dice.shuffle(held)
+            # Not all: the next round is to find little room.
+            keep = dice.choice([0, 1, 1])
+            release_all(held[keep:])
+            del held[keep:]
+        release_all(held)
+
+    def release_all(tokens):
+        db.write(lambda conn: leases.free(conn, [token_hash(token) for token in tokens]))
+
+    watcher = threading.Thread(target=watch, name="watcher")
+    watcher.start()
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(hammer, range(threads)))
+    finally:
+        stop.set()
+        watcher.join(30)
+    assert over == []
+    assert samples[0] > 20
+    assert sum(granted) > threads
+    assert leased(db) == [0, 0]
+    assert rows(db, schema.lease_gpus) == []

@@ -1,0 +1,157 @@
+"""Nodes, GPUs and workers: alive while they say so, and no longer."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Barrier, Thread
+
+import pytest
+from sqlalchemy import insert, text
+
+from orchestrator.errors import WorkerLost
+from orchestrator.store import nodes, outbox, schema
+from orchestrator.store.nodes import Worker
+from tests.factories import Hand, gpu, hire, now, row, rows, submit
+from tests.waiting import wait_until
+
+
+def declare_lost(db, timeout_s=60.0, limit=10):
+    return [worker.worker_id for worker in db.write(lambda conn: nodes.declare_lost(conn, timeout_s, limit))]
+
+
+def test_a_heartbeat_shows_the_worker_and_its_gpus(db):
+    hand = hire(db, gpu(0, total_mb=10_000, used_mb=700, foreign_mb=300, utilization=0.5), slots=3)
+    hand.beat(busy=2, done=7, failed=1)
+    (worker,) = db.read(nodes.list_workers)
+    assert (worker["status"], worker["busy"], worker["jobs_done"], worker["jobs_failed"]) == (
+        "active",
+        2,
+        7,
+        1,
+    )
+    assert worker["types"] == ["echo"]
+    (shown,) = db.read(lambda conn: nodes.list_gpus(conn, 5.0))
+    assert (shown["total_mb"], shown["usable_mb"], shown["used_mb"], shown["foreign_mb"]) == (
+        10_000,
+        9000,
+        700,
+        300,
+    )
+    assert shown["fresh"] is True
+    assert abs(shown["sampled_at"] - now(db)) < timedelta(seconds=5)
+
+
+def test_a_sample_never_touches_what_is_leased(db):
+    hand = hire(db, gpu())
+    hand.claim(*submit(db, min_memory_mb=1000))
+    hand.gpus = [gpu(3, uuid="GPU-0", used_mb=1050, foreign_mb=50)]
+    hand.beat(busy=1)
+    (shown,) = rows(db, schema.gpus)
+    assert (shown.leased_mb, shown.foreign_mb, shown.gpu_index) == (1000, 50, 3)
+
+
+def test_a_silent_worker_is_lost_and_its_next_heartbeat_is_refused(db):
+    silent, alive = hire(db), hire(db)
+    silent.go_silent(61)
+    alive.go_silent(59)
+    assert declare_lost(db) == [silent.worker_id]
+    assert declare_lost(db) == []
+    with pytest.raises(WorkerLost):
+        silent.beat()
+    alive.beat()
+    assert db.read(lambda conn: nodes.alive_ids(conn, [silent.worker_id, alive.worker_id, "nobody"])) == {
+        alive.worker_id
+    }
+    assert [e.worker_id for e in rows(db, schema.audit) if e.event_type == "worker.lost"] == [
+        silent.worker_id
+    ]
+
+
+def test_a_lost_worker_that_owns_jobs_is_found_until_they_are_taken(db):
+    owner, idle = hire(db), hire(db)
+    owner.claim(*submit(db))
+    for hand in (owner, idle):
+        hand.go_silent()
+    assert sorted(declare_lost(db)) == sorted([owner.worker_id, idle.worker_id])
+    assert [w.worker_id for w in db.read(lambda conn: nodes.lost_with_jobs(conn, 10))] == [owner.worker_id]
+
+
+def test_a_worker_that_stops_in_order_is_not_lost(db):
+    hand = hire(db)
+    db.write(lambda conn: nodes.deregister(conn, hand.worker))
+    hand.go_silent()
+    assert declare_lost(db) == []
+    with pytest.raises(WorkerLost):
+        hand.beat()
+
+
+def test_a_draining_worker_lives(db):
+    hand = hire(db)
+    hand.beat(draining=True)
+    (worker,) = db.read(nodes.list_workers)
+    assert worker["status"] == "draining"
+    assert declare_lost(db) == []
+
+
+def test_a_lost_worker_stays_lost_when_it_says_goodbye(db):
+    hand = hire(db)
+    hand.go_silent()
+    declare_lost(db)
+    db.write(lambda conn: nodes.deregister(conn, hand.worker))
+    assert [worker.status for worker in rows(db, schema.workers)] == ["lost"]
+
+
+def test_a_worker_may_start_while_another_inserts_the_same_node_and_gpu(maria_db):
+    """It finds neither, wants to insert both, and meets those of its neighbour when that one commits."""
+
+    def waits_for_a_lock():
+        waiting = text("SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'")
+        return maria_db.read(lambda conn: int(conn.execute(waiting).one()[1]))
+
+    node = {"node_id": "node-1", "hostname": "node-1", "gpu_backend": "sim"}
+    with maria_db.engine.begin() as neighbour:
+        neighbour.execute(insert(schema.nodes), node)
+        worker = Worker("w", "node-1", "default", "node-1", 1, 4, ("echo",))
+        starting = Thread(
+            target=lambda: maria_db.write(lambda conn: nodes.register(conn, worker, "sim")), name="starting"
+        )
+        starting.start()
+        wait_until(waits_for_a_lock, what="register meets the row of its neighbour")
+    starting.join(10)
+    assert [w.worker_id for w in rows(maria_db, schema.workers)] == ["w"]
+    with maria_db.engine.begin() as neighbour:
+        nodes.record_gpus(neighbour, "node-1", [gpu()], 90)
+        beating = Thread(target=Hand(maria_db, worker, [gpu()]).beat, name="beating")
+        beating.start()
+        wait_until(waits_for_a_lock, what="the heartbeat meets the row of its neighbour")
+    beating.join(10)
+    assert len(rows(maria_db, schema.gpus)) == 1
+
+
+def test_many_workers_of_one_new_node_start_at_once(db):
+    barrier = Barrier(8)
+
+    def start(_n):
+        barrier.wait(30)
+        return hire(db, gpu(0), gpu(1)).worker_id
+
+    with ThreadPoolExecutor(8) as pool:
+        ids = list(pool.map(start, range(8)))
+    assert len(rows(db, schema.nodes)) == 1
+    assert sorted(g.gpu_uuid for g in rows(db, schema.gpus)) == ["GPU-0", "GPU-1"]
+    assert sorted(worker.worker_id for worker in rows(db, schema.workers)) == sorted(ids)
+
+
+def test_only_an_active_worker_counts_as_slots(db):
+    hire(db, slots=3)
+    hire(db, slots=5).beat(draining=True)
+    hire(db, slots=7).go_silent()
+    declare_lost(db)
+    hire(db, slots=11, pool="other")
+    assert db.read(lambda conn: outbox.live_slots(conn, "default")) == 3
+
+
+def test_progress_of_a_job_that_is_not_ours_is_not_written(db):
+    owner, other = hire(db), hire(db)
+    (claim,) = owner.claim(*submit(db))
+    other.beat(progress=((claim.job_id, claim.attempt, 0.9, "mine?"),))
+    assert row(db, claim.job_id).progress is None

@@ -1,0 +1,138 @@
+"""The outbox: what is ready goes to the stream in order of rank, once."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from orchestrator.store import job_reads, outbox, schema
+from orchestrator.store.dialect import utc_shift
+from tests.factories import hire, many_jobs, row, rows, set_job, submit
+
+
+def take(db, limit=100, lane="default"):
+    return [job.job_id for job in db.write(lambda conn: outbox.take(conn, lane, limit))]
+
+
+def promote(db, limit=100):
+    return db.write(lambda conn: outbox.promote_due(conn, limit))
+
+
+def announced(db, older_than_s=0.0, limit=100):
+    return db.read(lambda conn: outbox.announced(conn, "default", older_than_s, limit))
+
+
+def unpublish(db, ids, older_than_s=0.0):
+    return db.write(lambda conn: outbox.unpublish(conn, ids, older_than_s))
+
+
+def test_jobs_are_taken_in_order_of_rank_each_once(db):
+    low, high = submit(db, 2, priority="LOW"), submit(db, 2, priority="HIGH")
+    normal = submit(db, 2)
+    assert take(db, 3) == [*high, normal[0]]
+    assert take(db, 3) == [normal[1], *low]
+    assert take(db) == []
+    assert all(job.published_at is not None for job in rows(db, schema.jobs))
+
+
+def test_a_lane_gives_only_its_own(db):
+    (mine,), _other = submit(db, pool_id="mine"), submit(db, pool_id="other")
+    assert take(db, lane="mine") == [mine]
+    assert db.read(outbox.known_lanes) == ["mine", "other"]
+
+
+def test_an_entry_says_what_is_needed_and_no_more(db):
+    (job_id,) = submit(db, payload={"secret": "s3cr3t"})
+    (ready,) = db.write(lambda conn: outbox.take(conn, "default", 1))
+    assert (ready.job_id, ready.type, ready.trace_context) == (job_id, "echo", None)
+
+
+def test_owned_ended_and_delayed_jobs_are_not_taken(db):
+    hand = hire(db)
+    owned, ended, delayed, ready = submit(db, 4)
+    hand.claim(owned)
+    hand.finish(*hand.claim(ended))
+    set_job(db, delayed, queued="delayed", not_before=utc_shift(60.0))
+    assert take(db) == [ready]
+
+
+def test_two_takers_never_share_a_job(db, db_url, open_database):
+    many_jobs(db, 600)
+    sources, barrier = [db, open_database(db_url)], Barrier(8)
+
+    def taker(n):
+        mine = []
+        barrier.wait(30)
+        while ids := take(sources[n % 2], 20):
+            mine += ids
+        return mine
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = [job_id for mine in pool.map(taker, range(8)) for job_id in mine]
+    # A taker that meets only locked rows stops early; what it left is there for the next one.
+    taken += take(db, 600)
+    assert len(taken) == len(set(taken)) == 600
+
+
+def test_a_claimed_job_that_comes_back_is_ready_again(db):
+    hand = hire(db)
+    (job_id,) = submit(db)
+    assert take(db) == [job_id]
+    hand.hand_back(*hand.claim(job_id))
+    assert take(db) == [job_id]
+
+
+def test_delayed_jobs_become_ready_when_due_and_keep_their_rank(db):
+    first, due, later = submit(db, 3)
+    set_job(db, due, queued="delayed", not_before=utc_shift(-1.0))
+    set_job(db, later, queued="delayed", not_before=utc_shift(60.0))
+    assert take(db) == [first]
+    assert [promote(db), promote(db)] == [1, 0]
+    assert take(db) == [due]
+    assert (row(db, later).queued, row(db, due).not_before) == ("delayed", None)
+
+
+def test_promotion_is_bounded_and_earliest_first(db):
+    ids = submit(db, 3)
+    for n, job_id in enumerate(ids):
+        set_job(db, job_id, queued="delayed", not_before=utc_shift(-10.0 - n))
+    assert promote(db, 1) == 1
+    assert take(db) == [ids[2]]
+    assert promote(db, 10) == 2
+
+
+def test_announced_shows_what_was_published_a_while_ago_and_nobody_claimed(db):
+    hand = hire(db)
+    waiting, claimed, fresh, _ready = submit(db, 4)
+    set_job(db, waiting, queued="announced", published_at=utc_shift(-10.0))
+    set_job(db, claimed, queued="announced", published_at=utc_shift(-10.0))
+    set_job(db, fresh, queued="announced", published_at=utc_shift(-1.0))
+    hand.claim(claimed)
+    assert announced(db, 5.0) == [waiting]
+    assert announced(db, 0.5) == [waiting, fresh]
+    assert announced(db, 60.0) == []
+
+
+def test_unpublish_leaves_alone_what_was_claimed_or_announced_anew(db):
+    hand = hire(db)
+    old, claimed, anew, ready = submit(db, 4)
+    for job_id in (old, claimed):
+        set_job(db, job_id, queued="announced", published_at=utc_shift(-10.0))
+    set_job(db, anew, queued="announced", published_at=utc_shift(-1.0))
+    hand.claim(claimed)
+    before = [row(db, job_id) for job_id in (claimed, anew, ready)]
+    assert unpublish(db, [old, claimed, anew, ready, "nobody"], 5.0) == 1
+    assert [row(db, job_id) for job_id in (claimed, anew, ready)] == before
+    assert (row(db, old).queued, row(db, old).published_at) == ("ready", None)
+    assert unpublish(db, []) == 0
+
+
+def test_depth_counts_what_waits_and_what_runs(db):
+    """INV-24: announced jobs still wait, delayed ones do not yet, running ones are work."""
+    hand = hire(db)
+    ids = submit(db, 5)
+    submit(db, 2, pool_id="other")
+    take(db, 2)
+    hand.claim(ids[0])
+    set_job(db, ids[4], queued="delayed", not_before=utc_shift(60.0))
+    lanes = {depth.lane: (depth.pending, depth.running) for depth in db.read(job_reads.depths)}
+    assert lanes == {"default": (3, 1), "other": (2, 0)}
+    assert all(depth.oldest_s >= 0 for depth in db.read(job_reads.depths))

@@ -1,0 +1,197 @@
+"""Plans: each hot query follows its index and reads no more rows than it returns, however long the history.
+
+The statements are those the functions send, caught on their way; nothing here repeats a query.
+"""
+
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import event, insert, text
+
+from orchestrator.jobs import ErrorKind, Status
+from orchestrator.store import audit, job_reads, jobs, leadership, leases, nodes, outbox, schema
+from orchestrator.store.job_reads import Filter
+from tests.conftest import empty
+from tests.factories import POLICY, Hand, hire, is_sqlite, many_jobs, now
+
+HISTORY = 3000
+
+
+def crowd(db) -> Hand:
+    """A long history, a backlog, and little of what each query looks for."""
+    start = now(db) - timedelta(hours=2)
+
+    def moment(i, step=1.0):
+        return start + timedelta(seconds=i * step)
+
+    def owned(status, queued, count, prefix, **columns):
+        base = {
+            "job_id": lambda i: f"{prefix}-{i:06}",
+            "created_at": moment,
+            "status": status,
+            "queued": queued,
+        }
+        many_jobs(
+            db,
+            count,
+            **(base | {"attempt": 1, "attempts": 1, "agent": lambda i: f"agent-{i % 20}"} | columns),
+        )
+
+    hand = hire(db)
+    owned("done", None, HISTORY, "done", worker_id=lambda i: f"old-{i % 30}")
+    owned("pending", "ready", HISTORY, "ready")
+    owned("pending", "announced", 60, "announced", published_at=moment)
+    owned("pending", "delayed", 500, "later", not_before=lambda i: moment(i) + timedelta(days=9))
+    owned("pending", "delayed", 10, "due", not_before=moment)
+    owned("running", None, 20, "mine", worker_id=hand.worker_id)
+    owned("running", None, 40, "other", worker_id="somebody-else")
+    db.write(
+        lambda conn: conn.execute(
+            insert(schema.audit),
+            [{"event_type": "job.done", "job_id": f"done-{i % 500:06}"} for i in range(HISTORY)],
+        )
+    )
+    lease = {"agent_name": "a", "memory_mb": 1, "ttl_seconds": 60.0}
+    db.write(
+        lambda conn: conn.execute(
+            insert(schema.leases),
+            [
+                lease
+                | {
+                    "token": f"{i:064}",
+                    "state": "active" if i < 400 else "released",
+                    "expires_at": moment(i) if i < 10 or i >= 400 else moment(i) + timedelta(days=9),
+                }
+                for i in range(1500)
+            ],
+        )
+    )
+    silent = {"node_id": "n", "pool_id": "p", "hostname": "h", "pid": 1, "slots": 1, "types": "[]"}
+    db.write(
+        lambda conn: conn.execute(
+            insert(schema.workers),
+            [
+                silent
+                | {
+                    "worker_id": f"w-{i}",
+                    "status": "active" if i < 300 else "stopped",
+                    "last_heartbeat": moment(i) if i < 5 or i >= 300 else moment(i) + timedelta(days=9),
+                }
+                for i in range(1000)
+            ],
+        )
+    )
+    leadership.ensure_row(db, "leader")
+    return hand
+
+
+#: name → (call, index, most rows read)
+HOT = {
+    "publisher take": (lambda c, _: outbox.take(c, "default", 100), "ix_jobs_queue", 100),
+    "promote_due": (lambda c, _: outbox.promote_due(c, 100), "ix_jobs_due", 11),
+    "announced": (lambda c, _: outbox.announced(c, "default", 5.0, 100), "ix_jobs_queue", 61),
+    "claim": (
+        lambda c, h: jobs.claim(c, h.by, [f"ready-{i:06}" for i in range(16)], lambda _type: 0),
+        "PRIMARY",
+        16,
+    ),
+    "record": (
+        lambda c, h: jobs.record(
+            c,
+            h.by,
+            [],
+            [
+                jobs.End(f"mine-{i:06}", 1, jobs.Outcome.FAILED, error_kind=ErrorKind.PERMANENT)
+                for i in range(16)
+            ],
+            POLICY,
+        ),
+        "PRIMARY",
+        16,
+    ),
+    "jobs of a worker": (
+        lambda c, h: jobs.take_from_dead(c, h.by, POLICY, 100),
+        "ix_jobs_worker|ix_jobs_status",
+        60,  # everything that is owned, at most: never the history
+    ),
+    "page of all": (lambda c, _: job_reads.page(c, Filter(), 50, None), "ix_jobs_created", 51),
+    "page by status": (
+        lambda c, _: job_reads.page(c, Filter(status=Status.DONE), 50, None),
+        "ix_jobs_status",
+        51,
+    ),
+    "page by agent": (lambda c, _: job_reads.page(c, Filter(agent="agent-3"), 50, None), "ix_jobs_agent", 51),
+    "lease expiry": (lambda c, _: leases.purge(c, 100), "ix_leases_expiry", 11),
+    "worker liveness": (lambda c, _: nodes.declare_lost(c, 60.0, 100), "ix_workers_liveness", 6),
+    "audit of a job": (lambda c, _: audit.of_job(c, "done-000007"), "ix_audit_job", 7),
+}
+
+
+def first_select(engine, call):
+    """The first SELECT that `call` sends, with its parameters; its effects are rolled back."""
+    caught = []
+
+    def catch(_conn, _cursor, statement, parameters, *_rest):
+        caught.append((statement, parameters))
+
+    event.listen(engine, "before_cursor_execute", catch)
+    with engine.connect() as connection:
+        call(connection)
+        connection.rollback()
+    event.remove(engine, "before_cursor_execute", catch)
+    return next((s, p) for s, p in caught if s.startswith("SELECT"))
+
+
+@pytest.fixture(scope="module")
+def crowded(mariadb_with_tables):
+    empty(mariadb_with_tables)
+    hand = crowd(mariadb_with_tables)
+    names = ", ".join(table.name for table in schema.metadata.sorted_tables)
+    with mariadb_with_tables.engine.connect() as connection:
+        connection.execute(text(f"ANALYZE TABLE {names}")).all()
+    return hand
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name):
+    call, index, most = HOT[name]
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, lambda conn: call(conn, crowded))
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+        connection.rollback()
+    (step,) = plan
+    assert step["key"] in index.split("|"), dict(step)
+    assert step["type"] not in {"ALL", "index"} or name == "page of all", dict(step)
+    assert float(step["r_rows"]) <= most, dict(step)
+    # A few rows of two states may be sorted; a backlog may not.
+    assert "filesort" not in step["Extra"] or most < 10, dict(step)
+
+
+def test_the_second_page_reads_no_more_than_the_first(crowded):
+    engine = crowded.db.engine
+    for wanted in (Filter(), Filter(status=Status.DONE), Filter(agent="agent-3")):
+        _, cursor = crowded.db.read(lambda conn, w=wanted: job_reads.page(conn, w, 50, None))
+        statement, parameters = first_select(
+            engine, lambda conn, w=wanted, at=cursor: job_reads.page(conn, w, 50, at)
+        )
+        with engine.connect() as connection:
+            (step,) = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+            connection.rollback()
+        assert float(step["r_rows"]) <= 110, (wanted, dict(step))
+
+
+@pytest.mark.parametrize("name", ["publisher take", "promote_due", "announced"])
+def test_the_queue_is_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):
+    path = tmp_path / "copy.db"
+    path.write_bytes(sqlite_with_tables.read_bytes())
+    db = open_database(f"sqlite:///{path}")
+    assert is_sqlite(db)
+    call, index, _most = HOT[name]
+    hand = hire(db)
+    statement, parameters = first_select(db.engine, lambda conn: call(conn, hand))
+    with db.engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).mappings().all()
+    details = " / ".join(step["detail"] for step in plan)
+    assert "SCAN" not in details
+    assert index in details

@@ -1,0 +1,205 @@
+"""Transactions: run again from their start after contention or a broken connection, never half done."""
+
+import time
+from threading import Thread
+from typing import Any
+
+import pytest
+from sqlalchemy import event, select, text
+
+from orchestrator.errors import DatabaseUnavailable
+from orchestrator.settings import Settings
+from orchestrator.store import database, jobs, leases, schema
+from orchestrator.store.database import Database
+from orchestrator.store.jobs import Verdict
+from tests.factories import gpu, hire, is_sqlite, new_job, row, rows, submit
+from tests.servers import MariaDB, free_port
+from tests.waiting import wait_until
+
+
+class Faults:
+    """Errors of the server, raised before the n-th statement that matches."""
+
+    def __init__(self, db):
+        self.db, self.errors, self.pattern, self.after = db, [], "", 0
+
+    def __call__(self, cursor, statement, parameters, context):
+        if self.errors and self.pattern in statement:
+            self.after -= 1
+            if self.after < 0:
+                raise self.errors.pop(0)
+
+    def inject(self, *codes, pattern="", after=0):
+        self.pattern, self.after = pattern, after
+        dbapi = self.db.engine.dialect.dbapi
+        if is_sqlite(self.db):
+            self.errors = [dbapi.OperationalError("database is locked") for _ in codes]
+        else:
+            self.errors = [dbapi.OperationalError(code, "injected") for code in codes]
+
+
+@pytest.fixture
+def faults(db):
+    injected = Faults(db)
+    names = ("do_execute", "do_executemany")
+    for name in names:
+        event.listen(db.engine, name, injected)
+    yield injected
+    for name in names:
+        event.remove(db.engine, name, injected)
+
+
+@pytest.mark.parametrize("code", [1213, 1205, 1020])
+def test_contention_at_every_statement_is_retried_from_the_start(db, faults, code):
+    """F-26. 1205 rolls back only one statement; without a rollback of all, the first half would be kept."""
+    hand = hire(db, gpu())
+    whole_life_statements(db, hand)  # the first job of a lane adds the lane
+    count = len(whole_life_statements(db, hand))
+    for statement in range(count):
+        faults.inject(code, after=statement)
+        (job_id,) = submit(db, min_memory_mb=1000)
+        (claim,) = hand.claim(job_id)
+        assert (claim.attempt, row(db, job_id).attempts) == (1, 1)
+        hand.finish(claim)
+        assert faults.errors == [], f"statement {statement} was not reached"
+    events = [entry.event_type for entry in rows(db, schema.audit)]
+    assert [events.count(f"job.{what}") for what in ("submitted", "claimed", "done")] == [count + 2] * 3
+    assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+    assert rows(db, schema.leases) == []
+
+
+def whole_life_statements(db, hand):
+    seen = []
+
+    def note(_conn, _cursor, statement, *_rest):
+        seen.append(statement)
+
+    event.listen(db.engine, "before_cursor_execute", note)
+    hand.finish(*hand.claim(*submit(db, min_memory_mb=1000)))
+    event.remove(db.engine, "before_cursor_execute", note)
+    return [statement for statement in seen if not statement.startswith("BEGIN")]
+
+
+def test_contention_without_end_is_reported_and_leaves_nothing(db, faults, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _s: None)
+    faults.inject(*[1213] * 100, pattern="orchestrator_audit")
+    with pytest.raises(DatabaseUnavailable):
+        jobs.submit(db, [new_job(job_id="j")], 5)
+    assert len(faults.errors) == 100 - database.MAX_RUNS
+    faults.errors = []
+    assert rows(db, schema.jobs) == []
+
+
+def test_an_error_of_the_work_itself_rolls_back_and_is_not_retried(db):
+    runs = []
+
+    def work(conn):
+        runs.append(1)
+        conn.execute(schema.lanes.insert(), {"lane": "x"})
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError):
+        db.write(work)
+    assert len(runs) == 1
+    assert rows(db, schema.lanes) == []
+
+
+def test_a_connection_killed_in_the_middle_is_replaced_and_the_work_done_once(maria_db, mariadb):
+    """F-23."""
+    runs: list[Any] = []
+
+    def work(conn):
+        conn.execute(schema.lanes.insert(), {"lane": f"lane-{len(runs)}"})
+        runs.append(conn.execute(text("SELECT CONNECTION_ID()")).scalar())
+        if len(runs) == 1:
+            kill(mariadb, runs[0])
+        conn.execute(schema.lanes.insert(), {"lane": "last"})
+
+    maria_db.write(work)
+    assert len(runs) == 2
+    assert runs[0] != runs[1]
+    assert sorted(lane.lane for lane in rows(maria_db, schema.lanes)) == ["lane-1", "last"]
+
+
+def test_all_connections_killed_at_once_cost_nothing(maria_db, mariadb, open_database):
+    """As after a restart of the server: the pool is full of dead connections."""
+    other = open_database(str(maria_db.engine.url.render_as_string(hide_password=False)), db_pool_size=3)
+    held = [other.engine.connect() for _ in range(3)]
+    ids = [conn.execute(text("SELECT CONNECTION_ID()")).scalar() for conn in held]
+    for conn in held:
+        conn.close()
+    for connection_id in ids:
+        kill(mariadb, connection_id)
+    assert jobs.submit(other, [new_job()], 5) == [Verdict.CREATED]
+    assert jobs.submit(other, [new_job()], 5) == [Verdict.CREATED]
+
+
+def kill(mariadb, connection_id):
+    with mariadb.connect() as connection, connection.cursor() as cursor:
+        cursor.execute(f"KILL CONNECTION {connection_id}")
+        wait_until(lambda: not _alive(cursor, connection_id), what="the connection is gone")
+
+
+def _alive(cursor, connection_id):
+    cursor.execute("SELECT 1 FROM information_schema.processlist WHERE id = %s", (connection_id,))
+    return cursor.fetchone()
+
+
+def test_a_row_that_somebody_holds_is_waited_for(db):
+    """F-32: an operator's session holds a row for a while; the worker's transaction waits, then succeeds."""
+    hand = hire(db)
+    (job_id,) = submit(db)
+    answers = []
+    with db.engine.connect() as operator:
+        transaction = operator.begin()
+        operator.execute(select(schema.jobs.c.job_id).where(schema.jobs.c.job_id == job_id).with_for_update())
+        waiting = Thread(target=lambda: answers.append(hand.claim(job_id)), name="waiting-claim")
+        waiting.start()
+        waiting.join(0.3)
+        assert answers == []
+        transaction.rollback()
+        waiting.join(20)
+    assert answers[0][0].attempt == 1
+
+
+def test_a_server_that_is_not_there_is_unavailable_at_once():
+    absent = Database(
+        Settings(database_url=f"mysql+pymysql://root@127.0.0.1:{free_port()}/x", db_timeout_s=2.0)
+    )
+    with pytest.raises(DatabaseUnavailable, match=r"127\.0\.0\.1"):
+        absent.ping()
+    absent.close()
+
+
+def test_a_server_that_restarts_is_found_again(private_server, settings):
+    """F-22: kill -9 between two submits; what was committed is there, and nobody has to reconnect by hand."""
+    server = private_server(MariaDB)
+    opened = Database(settings(database_url=server.url))
+    schema.metadata.create_all(opened.engine)
+    submit(opened, job_id="before")
+    server.kill()
+    with pytest.raises(DatabaseUnavailable):
+        submit(opened, job_id="meanwhile")
+    server.start()
+    submit(opened, job_id="after")
+    assert sorted(job.job_id for job in rows(opened, schema.jobs)) == ["after", "before"]
+    opened.close()
+
+
+def test_reads_take_no_locks_and_hold_no_snapshot(db):
+    (job_id,) = submit(db)
+    hand = hire(db)
+
+    def look_twice(conn):
+        query = select(schema.jobs.c.status).where(schema.jobs.c.job_id == job_id)
+        first = conn.execute(query).scalar()
+        hand.claim(job_id)
+        return first, conn.execute(query).scalar()
+
+    assert db.read(look_twice) == ("pending", "claimed")
+
+
+def test_the_account_of_a_gpu_cannot_go_below_zero(db):
+    hire(db, gpu())
+    with pytest.raises(Exception, match=r"ck_gpus_leased_mb|CHECK|CONSTRAINT"):
+        db.write(lambda conn: leases._give_back(conn, {"GPU-0": 1}))

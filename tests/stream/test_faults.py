@@ -1,0 +1,232 @@
+"""Faults on the way to the stream server: flushed keys, lost replies, half-open connections, restarts."""
+
+import time
+
+import pytest
+
+from orchestrator.errors import RedisUnavailable
+from orchestrator.jobs import Ready
+from orchestrator.stream.hub import Hub
+from tests.proxy import Proxy
+from tests.servers import Redis, Valkey
+from tests.waiting import wait_until
+
+
+def ready(*names):
+    return [Ready(name, "echo", None) for name in names]
+
+
+def read(reader, count=100, block_ms=50):
+    return [entry.job_id for entry in reader.read(count, block_ms)]
+
+
+def read_until(reader, enough):
+    seen = []
+
+    def look():
+        seen.extend(read(reader))
+        return enough(seen)
+
+    wait_until(look, timeout=5, what="reading goes on")
+    return seen
+
+
+def calls(raw, command):
+    return raw.info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"]
+
+
+@pytest.fixture
+def proxy(redis_url, raw):
+    with Proxy(raw.connection_pool.connection_kwargs["port"]) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def far(proxy, settings):
+    """A hub whose way to the server leads through the proxy."""
+    opened = Hub(settings(redis_url=f"redis://127.0.0.1:{proxy.port}/0", redis_timeout_s=0.6))
+    yield opened
+    opened.close()
+
+
+# --- lost keys ---
+
+
+@pytest.mark.parametrize("loss", ["FLUSHALL", "DEL", "XGROUP DESTROY"])
+def test_a_lost_group_is_made_anew_and_reading_goes_on_without_spinning(hub, raw, loss):
+    """F-10, F-11, F-12: NOGROUP answers at once, whatever BLOCK says."""
+    lane = hub.lane("default")
+    reader = hub.reader(lane, "w1")
+    lane.announce(ready("a"))
+    assert read(reader, 1) == ["a"]
+    {
+        "FLUSHALL": raw.flushall,
+        "DEL": lambda: raw.delete(lane.key),
+        "XGROUP DESTROY": lambda: raw.xgroup_destroy(lane.key, lane.group),
+    }[loss]()
+    before = calls(raw, "xreadgroup")
+    lane.announce(ready("b"))
+    seen = read_until(reader, lambda seen: "b" in seen)
+    # Group destroyed: the stream is read from its beginning again, and the row behind "a" says it is taken.
+    assert seen == (["a", "b"] if loss == "XGROUP DESTROY" else ["b"])
+    assert [read(reader), read(reader)] == [[], []]
+    assert calls(raw, "xreadgroup") - before <= 6
+
+
+def test_a_group_lost_while_a_reader_waits(hub, raw):
+    """redis#6887: a blocked reader of a deleted key must not wait for ever for a group that is gone."""
+    lane = hub.lane("default")
+    reader = hub.reader(lane, "w1")
+    assert read(reader) == []
+    raw.flushall()
+    assert read(reader) == []
+    lane.announce(ready("a"))
+    assert read(reader) == ["a"]
+
+
+# --- lost replies ---
+
+
+def test_an_xadd_whose_reply_got_lost_is_not_sent_again(far, proxy, raw):
+    """F-19: redis-py by default repeats it up to ten times, and each repetition would announce the job."""
+    lane = far.lane("default")
+    assert lane.length() == 0
+    before = calls(raw, "xadd")
+    proxy.swallow_replies()
+    with pytest.raises(RedisUnavailable):
+        lane.announce(ready("a"))
+    proxy.heal()
+    assert calls(raw, "xadd") - before == 1
+    assert lane.length() == 1
+
+
+def test_entries_of_a_lost_reply_are_found_among_the_own_pending_ones(far, proxy, raw):
+    lane = far.lane("default")
+    reader = far.reader(lane, "w1")
+    assert read(reader) == []
+    proxy.swallow_replies()
+    raw.xadd(lane.key, {"job_id": "a"})
+    raw.xadd(lane.key, {"job_id": "b"})
+    with pytest.raises(RedisUnavailable):
+        reader.read(10, 50)
+    assert raw.xpending(lane.key, lane.group)["pending"] == 2  # delivered, as far as the server knows
+    proxy.heal()
+    assert read(reader) == ["a", "b"]
+    raw.xadd(lane.key, {"job_id": "c"})
+    assert read(reader) == ["c"]
+
+
+def test_a_lost_reply_to_an_acknowledgement_is_repeated_harmlessly(far, proxy, raw):
+    lane = far.lane("default")
+    reader = far.reader(lane, "w1")
+    lane.announce(ready("a"))
+    (entry,) = reader.read(1, 50)
+    proxy.swallow_replies()
+    with pytest.raises(RedisUnavailable):
+        lane.ack([entry.entry_id])
+    proxy.heal()
+    lane.ack([entry.entry_id])
+    assert lane.length() == 0
+    assert raw.xpending(lane.key, lane.group)["pending"] == 0
+
+
+def test_a_connection_cut_in_the_middle_of_a_read(far, proxy, raw):
+    lane = far.lane("default")
+    reader = far.reader(lane, "w1")
+    assert read(reader) == []
+    proxy.cut()
+    raw.xadd(lane.key, {"job_id": "a"})
+    seen = []
+
+    def keep_reading():
+        try:
+            seen.extend(read(reader))
+        except RedisUnavailable:
+            return False
+        return seen == ["a"]
+
+    wait_until(keep_reading, timeout=5, what="the reader reconnects and reads")
+
+
+# --- half-open ---
+
+
+def test_a_half_open_connection_ends_a_blocked_read_in_time(far, proxy, raw, settings):
+    """F-18, vexa#267: a consumer that waits on a dead socket for ever."""
+    lane = far.lane("default")
+    reader = far.reader(lane, "w1")
+    assert read(reader) == []
+    proxy.stall()
+    started = time.monotonic()
+    with pytest.raises(RedisUnavailable):
+        reader.read(10, 200)
+    assert time.monotonic() - started < 0.6 + 1
+    proxy.heal()
+    raw.xadd(lane.key, {"job_id": "a"})
+    assert read(reader) == ["a"]
+
+
+def test_half_open_connections_of_the_pool_are_replaced(far, proxy):
+    lane = far.lane("default")
+    lane.announce(ready("a"))
+    proxy.stall()
+    with pytest.raises(RedisUnavailable):
+        lane.length()
+    proxy.heal()
+    assert lane.length() == 1
+    assert proxy.accepted >= 2
+
+
+def test_errors_name_the_server_and_hide_the_password(settings):
+    hidden = Hub(settings(redis_url="redis://:s3cr3t@127.0.0.1:1/0"))
+    with pytest.raises(RedisUnavailable) as refused:
+        hidden.ping()
+    hidden.close()
+    assert "127.0.0.1:1" in str(refused.value)
+    assert "s3cr3t" not in str(refused.value)
+
+
+# --- restarts ---
+
+
+@pytest.mark.parametrize("kind", [Redis, Valkey])
+@pytest.mark.parametrize("keeps_data", [True, False], ids=["with its data", "empty"])
+def test_a_restarted_server_is_found_again(private_server, settings, kind, keeps_data):
+    """F-8, F-9; celery#8030: workers that silently stop consuming after a restart."""
+    server = private_server(kind)
+    hub = Hub(settings(redis_url=server.url))
+    lane = hub.lane("default")
+    reader = hub.reader(lane, "w1")
+    lane.announce(ready("a"))
+    assert read(reader, 1) == ["a"]
+    if not keeps_data:
+        server.flush()
+    server.stop()
+    with pytest.raises(RedisUnavailable):
+        read(reader)
+    with pytest.raises(RedisUnavailable):
+        hub.ping()
+    server.start()
+    lane.announce(ready("b"))
+    expected = ["a", "b"] if keeps_data else ["b"]
+    read_until(reader, lambda seen: seen == expected)
+    hub.close()
+
+
+def test_a_server_too_busy_to_answer_in_time_is_unavailable(hub, raw):
+    """F-17."""
+    lane = hub.lane("default")
+    lane.announce(ready("a"))
+    raw.client_pause(1500, all=True)
+    started = time.monotonic()
+    with pytest.raises(RedisUnavailable):
+        lane.length()
+    assert time.monotonic() - started < 2
+    wait_until(lambda: _answers(lane), timeout=5, what="the server answers again")
+
+
+def _answers(lane):
+    try:
+        return lane.length() == 1
+    except RedisUnavailable:
+        return False

@@ -1,0 +1,384 @@
+"""The command line: what it takes, what it prints, and how it ends."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli import COMMANDS, gpuorch, output, run
+from orchestrator.embedded import DataDir
+from orchestrator.errors import ConfigError, OrchestratorError
+from tests.servers import free_port
+from tests.waiting import wait_until
+
+SECRET_URL = "mysql+pymysql://me:hunter2@127.0.0.1:1/jobs"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Each test has a directory of its own as the current one: defaults are relative to it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GPUORCH_URL", raising=False)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = (
+        handlers  # commands configure logging for the process, and write to the captured stderr
+    )
+    root.setLevel(level)
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# --- usage ---
+
+
+def all_commands(group: click.Group, *path: str):
+    for name in group.list_commands(click.Context(group)):
+        found = group.get_command(click.Context(group), name)
+        assert found is not None
+        yield (*path, name)
+        if isinstance(found, click.Group):
+            yield from all_commands(found, *path, name)
+
+
+def test_every_command_has_help():
+    found = list(all_commands(gpuorch))
+    assert {path[0] for path in found} == set(COMMANDS)
+    for path in found:
+        result = CliRunner().invoke(gpuorch, [*path, "--help"])
+        assert result.exit_code == 0, (path, result.output)
+        assert result.output.startswith("Usage: gpuorch") or "Usage:" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such-command"],
+        ["jobs", "submit"],
+        ["jobs", "submit", "echo", "--payload", "{"],
+        ["jobs", "submit", "echo", "--payload", "@missing.json"],
+        ["jobs", "list", "--status", "unheard-of"],
+        ["duty", "publish"],
+        ["serve", "--port", "many"],
+        ["check-config", "--no-such-flag"],
+    ],
+)
+def test_wrong_usage_is_2(arguments, capsys):
+    assert run(arguments) == 2
+    assert "Error" in capsys.readouterr().err
+
+
+def test_as_a_program():
+    version, wrong = command("--version"), command("nonsense")
+    assert (version.returncode, version.stdout) == (0, "gpuorch, version 0.1.0\n")
+    assert wrong.returncode == 2 and "nonsense" in wrong.stderr
+
+
+def test_named_errors_end_as_one_line_and_1(monkeypatch, capsys):
+    @click.command()
+    def broken():
+        raise OrchestratorError("the message")
+
+    monkeypatch.setattr(gpuorch, "get_command", lambda _ctx, _name: broken)
+    assert run(["broken"]) == 1
+    assert capsys.readouterr().err == "gpuorch: the message\n"
+
+
+def test_ctrl_c_is_130_and_quiet(monkeypatch, capsys):
+    @click.command()
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpuorch, "get_command", lambda _ctx, _name: interrupted)
+    assert run(["interrupted"]) == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+# --- settings ---
+
+
+def test_check_config_shows_value_and_source_without_passwords(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file.toml").write_text('worker_slots = 7\nredis_url = "redis://:sesame@127.0.0.1/0"\n')
+    monkeypatch.setenv("ORCH_DATABASE_URL", SECRET_URL)
+    monkeypatch.setenv("ORCH_WORKER_SLOTS", "3")
+    assert run(["check-config", "--config", "file.toml", "--port", "9000"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in shown.splitlines()}
+    assert lines["port"].split() == ["port", "9000", "flag"]
+    assert lines["worker_slots"].split() == ["worker_slots", "7", "file", "file.toml"]
+    assert lines["database_url"].split()[-2:] == ["environment", "ORCH_DATABASE_URL"]
+    assert lines["host"].split() == ["host", "127.0.0.1", "default"]
+    assert "hunter2" not in shown and "sesame" not in shown and "***" in shown
+    assert len({line.rindex(line.split("  ")[-1].strip()) for line in shown.splitlines()[1:4]}) == 1
+
+
+def test_check_config_as_json(capsys):
+    arguments = ["check-config", "--json", "--handlers", "one,two", "--handlers", "three", "--gpus", "1x100"]
+    assert run(arguments) == 0
+    rows = {row["field"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["worker_handlers"]["value"] == "one,two,three"
+    assert rows["gpu_backend"] == {**rows["gpu_backend"], "value": "sim:1x100", "source": "flag"}
+    assert all(row["description"] for row in rows.values())
+
+
+def test_check_config_lists_every_problem(capsys, monkeypatch):
+    monkeypatch.setenv("ORCH_PROT", "1")
+    monkeypatch.setenv("ORCH_DATABASE_URL", "mysql://me:hunter2@[/x")
+    assert run(["check-config", "--port", "70000"]) == 1
+    errors = capsys.readouterr().err
+    assert "3 problems" in errors and "did you mean ORCH_PORT" in errors and "70000" in errors
+    assert "hunter2" not in errors
+
+
+# --- database ---
+
+
+def test_migrate_and_what_refuses_to_run_before(capsys):
+    for arguments in (["migrate", "--check"], ["serve"], ["leader"], ["duty", "publish", "--once"]):
+        assert run(arguments) == 1, arguments
+        assert "run: gpuorch migrate" in capsys.readouterr().err
+    assert run(["migrate"]) == 0
+    assert "schema: empty → " in capsys.readouterr().out
+    assert run(["migrate", "--check"]) == 0
+    assert run(["leader"]) == 0
+    assert "nobody leads" in capsys.readouterr().out
+
+
+def test_a_database_that_is_away_is_3_and_keeps_its_password(capsys):
+    assert run(["migrate", "--database-url", SECRET_URL]) == 3
+    errors = capsys.readouterr().err
+    assert errors.startswith("gpuorch: mysql+pymysql://me:***@127.0.0.1:1/jobs") and "hunter2" not in errors
+
+
+def test_unknown_duty_names_those_there_are(capsys):
+    run(["migrate"])
+    assert run(["duty", "dance", "--once"]) == 1
+    assert "reclaim" in capsys.readouterr().err
+
+
+def test_a_duty_by_hand(valkey_server, capsys):
+    valkey_server.flush()
+    run(["migrate"])
+    capsys.readouterr()
+    assert run(["duty", "reclaim", "--once", "--json", "--redis-url", valkey_server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == {"duty": "reclaim", "count": 0, "epoch": 1}
+
+
+def test_doctor(valkey_server, capsys):
+    healthy = ["doctor", "--redis-url", valkey_server.url]
+    assert run(healthy) == 1
+    assert "✗ schema: revision none" in capsys.readouterr().out
+    run(["migrate"])
+    capsys.readouterr()
+    assert run(healthy) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("✓ ") for line in lines) and len(lines) == 7, lines
+
+
+def test_doctor_says_what_is_broken(capsys):
+    arguments = [
+        "doctor",
+        "--json",
+        "--database-url",
+        SECRET_URL,
+        "--redis-url",
+        f"redis://127.0.0.1:{free_port()}",
+    ]
+    assert run(arguments) == 1
+    shown = capsys.readouterr().out
+    assert {item["check"]: item["ok"] for item in json.loads(shown)} == {
+        "database": False,
+        "clock": False,
+        "schema": False,
+        "redis": False,
+        "gpus": True,
+    }
+    assert "hunter2" not in shown
+
+
+# --- HTTP ---
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers what the test puts into `answers`, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.answers: list[tuple[int, object]] = []
+        self.asked: list[tuple[str, str, object]] = []
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.asked.append((self.command, self.path, json.loads(body) if body else None))
+        status, answer = self.server.answers.pop(0)
+        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_POST(self):
+        self.do_GET()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with FakeServer() as fake:
+        thread = threading.Thread(target=fake.serve_forever, args=[0.01])
+        thread.start()
+        yield fake
+        fake.shutdown()
+        thread.join()
+
+
+def test_an_unreachable_server_is_3_and_says_what_to_try(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    for arguments in (
+        ["gpus"],
+        ["jobs", "get", "a"],
+        ["jobs", "submit", "echo"],
+        ["leases", "list", "--json"],
+    ):
+        assert run([*arguments, "--url", url]) == 3
+        errors = capsys.readouterr().err
+        assert url in errors and "gpuorch dev" in errors and "GPUORCH_URL" in errors
+
+
+def test_a_proxy_is_not_asked_for_this_machine(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("GPUORCH_URL", server.url)
+    server.answers = [(200, {"gpus": []})]
+    assert run(["gpus"]) == 0
+
+
+def test_submit_sends_what_was_given_and_nothing_else(server, capsys, tmp_path):
+    server.answers = [(202, {"job_id": "j", "status": "pending", "created": True})] * 2
+    assert run(["jobs", "submit", "echo", "--url", server.url]) == 0
+    (tmp_path / "payload.json").write_text('{"a": 1}')
+    flags = ["--payload", "@payload.json", "--priority", "high", "--min-memory-mb", "5", "--job-id", "j"]
+    assert run(["jobs", "submit", "echo", *flags, "--url", server.url]) == 0
+    bodies = [body for _, _, body in server.asked]
+    assert bodies[0] == {"type": "echo", "payload": {}}
+    assert bodies[1] == {
+        "type": "echo",
+        "payload": {"a": 1},
+        "priority": "HIGH",
+        "min_memory_mb": 5,
+        "job_id": "j",
+    }
+    assert capsys.readouterr().out == "j  pending\n" * 2
+
+
+def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
+    server.answers = [(409, {"code": "job_conflict", "detail": "use a new job_id"}), (502, b"<html>")]
+    assert run(["jobs", "submit", "echo", "--url", server.url]) == 1
+    assert capsys.readouterr().err == "gpuorch: 409 job_conflict: use a new job_id\n"
+    assert run(["gpus", "--url", server.url]) == 1
+    assert "is this a gpuorch server?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("skipped", 0), ("failed", 1), ("dead_letter", 1)])
+def test_wait_polls_until_the_end_and_tells_how_it_ended(server, status, code, capsys):
+    server.answers = [(200, {"job_id": "a/b", "status": state}) for state in ("pending", "running", status)]
+    assert run(["jobs", "wait", "a/b", "--json", "--url", server.url]) == code
+    assert json.loads(capsys.readouterr().out)["status"] == status
+    assert {path.split("?")[0] for _, path, _ in server.asked} == {"/jobs/a%2Fb"}
+    assert all("wait=2" in path for _, path, _ in server.asked)
+
+
+def test_get_without_wait_asks_once(server, capsys):
+    server.answers = [(200, {"job_id": "a", "status": "pending", "last_error": None, "result": {}})]
+    assert run(["jobs", "get", "a", "--url", server.url]) == 0
+    assert server.asked == [("GET", "/jobs/a", None)]
+    assert capsys.readouterr().out == "job_id  a\nstatus  pending\nresult  {}\n"
+
+
+def test_listings(server, capsys):
+    server.answers = [
+        (200, {"jobs": [{"job_id": "a", "status": "done"}], "next_cursor": "more"}),
+        (200, {"events": [{"ts": "t", "event_type": "job.done", "details": {"a": 1}}]}),
+        (200, {"leases": []}),
+        (200, {"workers": [{"worker_id": "w"}]}),
+    ]
+    for arguments in (["jobs", "list", "--status", "done"], ["jobs", "events", "a"], ["leases", "list"]):
+        assert run([*arguments, "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    assert "JOB_ID" in shown.out and "job.done" in shown.out and "no leases" in shown.out
+    assert "--cursor more" in shown.err
+    assert server.asked[0][1] == "/jobs?status=done&limit=50"
+    assert run(["workers", "list", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == {"workers": [{"worker_id": "w"}]}
+
+
+# --- tables ---
+
+
+def test_tables_fit_the_terminal_and_carry_no_escapes(monkeypatch, capsys):
+    row = {"name": "n" * 80, "error": "\x1b[31mred\n" + "e" * 80, "size": 5}
+    output.print_table(["name", "size", "error"], [row])
+    assert "n" * 80 in capsys.readouterr().out  # a pipe: nothing is cut
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    output.print_table(["name", "size", "error"], [row])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(len(line) <= 60 for line in lines)
+    assert "\x1b" not in lines[1] and "…" in lines[1]
+
+
+# --- the data directory ---
+
+
+def test_a_data_directory_has_one_holder(tmp_path):
+    program = """
+import pathlib, sys
+from orchestrator.embedded import DataDir
+held = DataDir(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+input()
+"""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "data")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=rf"in use by process {holder.pid};"):
+            DataDir(tmp_path / "data")
+        holder.send_signal(signal.SIGKILL)
+    wait_until(lambda: holder.poll() is not None)
+    DataDir(tmp_path / "data").close()
+
+
+def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="choose another"):
+        DataDir(tmp_path / "file" / "data")

@@ -1,0 +1,253 @@
+"""A worker as a real process: outcomes, crashes, time limits, leases, and leaving in order."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from orchestrator.store import audit, schema
+from tests.factories import new_job
+from tests.waiting import wait_until
+
+
+def submit(orchestrator, type, payload, **fields):
+    job = new_job(type=type, payload=payload, **fields)
+    orchestrator.submit([job]).result(10)
+    return job.job_id
+
+
+def events(cluster, job_id):
+    return [event["event_type"] for event in cluster.db.read(lambda conn: audit.of_job(conn, job_id))]
+
+
+def leased(cluster):
+    return cluster.db.read(lambda conn: sum(conn.execute(select(schema.gpus.c.leased_mb)).scalars()))
+
+
+def test_every_way_a_handler_can_end(cluster, orchestrator):
+    cluster.worker()
+    done = submit(orchestrator, "echo", {"hello": "wörld"}, min_memory_mb=2000)
+    skipped = submit(orchestrator, "fail", {"kind": "skip", "message": "nothing to do"})
+    failed = submit(orchestrator, "fail", {"kind": "permanent", "message": "never"})
+    retried = submit(orchestrator, "fail", {"kind": "transient", "times": 1})
+    asked = submit(orchestrator, "fail", {"kind": "retry", "after": 0.05, "times": 1})
+    used_up = submit(orchestrator, "fail", {"message": "again and again"}, max_attempts=2)
+
+    record = cluster.wait_for(done, "done")
+    assert record["result"] == {"hello": "wörld"}
+    assert events(cluster, done) == ["job.submitted", "job.claimed", "job.done"]
+    assert cluster.wait_for(skipped, "skipped")["last_error"] == "nothing to do"
+    assert cluster.wait_for(failed, "failed")["error_kind"] == "permanent"
+    assert cluster.wait_for(retried, "done")["attempts"] == 2
+    assert cluster.wait_for(asked, "done")["result"] == {"attempt": 2}
+    buried = cluster.wait_for(used_up, "dead_letter")
+    assert (buried["attempts"], "again and again" in buried["last_error"]) == (2, True)
+    assert wait_until(lambda: orchestrator.hub.dlq_depth() == 1)
+    assert wait_until(lambda: leased(cluster) == 0 and cluster.count("orchestrator_leases") == 0)
+    assert wait_until(lambda: orchestrator.hub.lane("default").length() == 0)
+
+
+def test_a_job_that_kills_its_process_twice_is_buried_and_the_worker_lives(cluster, orchestrator):
+    cluster.worker()
+    crashing = submit(orchestrator, "crash", {}, min_memory_mb=100)
+    record = cluster.wait_for(crashing, "dead_letter")
+    assert (record["crashes"], record["error_kind"]) == (2, "worker_lost")
+    assert "SIGKILL" in record["last_error"]
+    assert leased(cluster) == 0
+    cluster.wait_for(submit(orchestrator, "echo", {}), "done")
+
+
+def test_a_job_over_its_time_limit_is_killed_with_its_children(cluster, orchestrator, tmp_path):
+    handlers = tmp_path / "slow_handlers.py"
+    handlers.write_text(
+        "import subprocess, pathlib, time\n"
+        "from worker import handler\n"
+        "@handler('slow')\n"
+        "def slow(ctx, payload):\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    pathlib.Path(payload['pid_file']).write_text(str(child.pid))\n"
+        "    time.sleep(600)\n"
+    )
+    cluster.worker(path=str(tmp_path), worker_handlers=("slow_handlers",))
+    pid_file = tmp_path / "pid"
+    slow = submit(orchestrator, "slow", {"pid_file": str(pid_file)}, max_runtime_sec=0.5, max_attempts=1)
+    record = cluster.wait_for(slow, "dead_letter")
+    assert record["error_kind"] == "timeout"
+    grandchild = Path(f"/proc/{pid_file.read_text()}/stat")
+    # Killed with the group; whoever adopted it may take a moment to collect it.
+    wait_until(lambda: not grandchild.exists() or grandchild.read_text().split(") ")[1].startswith("Z"))
+
+
+def test_a_result_that_is_not_json_or_too_large_fails_for_good(cluster, orchestrator, tmp_path):
+    (tmp_path / "odd_handlers.py").write_text(
+        "from worker import handler\n"
+        "@handler('odd')\n"
+        "def odd(ctx, payload):\n"
+        "    return {'nan': float('nan'), 'set': {1}, 'large': 'x' * 2_000_000}[payload['which']]\n"
+        "@handler('leaves')\n"
+        "def leaves(ctx, payload):\n"
+        "    raise SystemExit(3)\n"
+    )
+    cluster.worker(path=str(tmp_path), worker_handlers=("odd_handlers",))
+    ids = [submit(orchestrator, "odd", {"which": which}) for which in ("nan", "set", "large")]
+    for job_id in ids:
+        record = cluster.wait_for(job_id, "failed")
+        assert (record["error_kind"], record["attempts"]) == ("bad_result", 1)
+    leaves = submit(orchestrator, "leaves", {}, max_attempts=1)
+    record = cluster.wait_for(leaves, "dead_letter")
+    assert (record["error_kind"], record["crashes"]) == ("transient", 0)
+
+
+def test_a_class_loads_once_per_slot(cluster, orchestrator, tmp_path):
+    (tmp_path / "warm_handlers.py").write_text(
+        "from worker import handler\n"
+        "@handler('warm')\n"
+        "class Warm:\n"
+        "    loads = 0\n"
+        "    def load(self, ctx):\n"
+        "        type(self).loads += 1\n"
+        "    def run(self, ctx, payload):\n"
+        "        return self.loads\n"
+    )
+    cluster.worker(path=str(tmp_path), worker_handlers=("warm_handlers",), worker_slots=1)
+    ids = [submit(orchestrator, "warm", {}) for _ in range(3)]
+    assert [cluster.wait_for(job_id, "done")["result"] for job_id in ids] == [1, 1, 1]
+
+
+def test_the_leased_gpu_is_the_one_the_handler_sees_and_its_memory_is_sampled(cluster, orchestrator):
+    cluster.worker()
+    job_id = submit(orchestrator, "allocate", {"memory_mb": 3000, "seconds": 30}, min_memory_mb=4000)
+    cluster.wait_for(job_id, "running")
+
+    def sampled():
+        rows = cluster.db.read(lambda conn: conn.execute(select(schema.gpus)).all())
+        return [row for row in rows if (row.leased_mb, row.used_mb, row.foreign_mb) == (4000, 3000, 0)]
+
+    assert len(wait_until(sampled, what="sampled memory")) == 1
+
+
+def test_a_job_without_room_waits_with_a_reason_and_runs_when_there_is_room(cluster, orchestrator):
+    cluster.worker()
+    first = [submit(orchestrator, "sleep", {"seconds": 30}, min_memory_mb=20000) for _ in range(2)]
+    for job_id in first:
+        cluster.wait_for(job_id, "running")
+    # Both GPUs are full, and so are both slots: a second worker on the node has free slots but no memory.
+    cluster.worker()
+    waiting = submit(orchestrator, "echo", {}, min_memory_mb=10000)
+    reason = wait_until(lambda: cluster.job(waiting)["wait_reason"], what="a reason")
+    assert "needs 10000 MB" in reason and "2118 of 22118 MB free" in reason
+    assert cluster.job(waiting)["attempts"] == 0
+    fallback = submit(orchestrator, "echo", {}, min_memory_mb=10000, cpu_fallback=True)
+    cluster.wait_for(fallback, "done")
+
+
+def test_a_type_without_handler_waits_with_a_reason(cluster, orchestrator):
+    cluster.worker()
+    unknown = submit(orchestrator, "os.system", {})
+    assert "no handler" in wait_until(lambda: cluster.job(unknown)["wait_reason"], what="a reason")
+    assert cluster.job(unknown)["attempts"] == 0
+
+
+def test_sigterm_hands_a_running_job_back_and_it_runs_elsewhere_at_once_uncharged(cluster, orchestrator):
+    first = cluster.worker(worker_grace_s=0.0)
+    job_id = submit(orchestrator, "sleep", {"seconds": 8}, min_memory_mb=1000)
+    cluster.wait_for(job_id, "running")
+    before = cluster.job(job_id)["worker_id"]
+    cluster.worker()
+    assert first.stop() == 0
+    record = cluster.wait_for(job_id, "running", timeout=5)
+    assert record["worker_id"] != before
+    assert (record["attempt"], record["attempts"]) == (2, 1)
+    assert "job.handed_back" in events(cluster, job_id)
+    workers = cluster.db.read(lambda conn: conn.execute(select(schema.workers)).all())
+    assert {row.status for row in workers if row.worker_id == before} == {"stopped"}
+    assert leased(cluster) == 1000
+
+
+def test_sigterm_lets_a_short_job_finish(cluster, orchestrator):
+    worker = cluster.worker(worker_grace_s=10.0)
+    job_id = submit(orchestrator, "sleep", {"seconds": 1.0})
+    cluster.wait_for(job_id, "running")
+    assert worker.stop() == 0
+    assert cluster.job(job_id)["status"] == "done"
+    assert cluster.job(job_id)["attempt"] == 1
+
+
+def test_a_killed_worker_leaves_no_process_and_its_job_runs_elsewhere(cluster, orchestrator):
+    worker = cluster.worker()
+    job_id = submit(orchestrator, "sleep", {"seconds": 1.5}, min_memory_mb=1000)
+    cluster.wait_for(job_id, "running")
+    slots = worker.children()
+    assert len(slots) == 2
+    worker.kill()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in slots), what="slots gone")
+    cluster.worker()
+    record = cluster.wait_for(job_id, "done")
+    assert (record["attempt"], record["crashes"]) == (2, 1)
+    assert leased(cluster) == 0
+
+
+def test_a_frozen_worker_is_replaced_and_cannot_overwrite_when_it_wakes(cluster, orchestrator):
+    worker = cluster.worker()
+    job_id = submit(orchestrator, "sleep", {"seconds": 1.0})
+    cluster.wait_for(job_id, "running")
+    before = cluster.job(job_id)["worker_id"]
+    worker.send(signal.SIGSTOP)
+    cluster.worker()
+    record = cluster.wait_for(job_id, "done")
+    worker.send(signal.SIGCONT)
+    worker.says("declared dead")
+    # Its own slot finished the job meanwhile; that end changed nothing, and it takes jobs again under a new id.
+    wait_until(lambda: worker.log.read_text().count("worker ready") == 2, what="a new session")
+    assert cluster.job(job_id) == record
+    assert record["worker_id"] != before
+    assert events(cluster, job_id).count("job.done") == 1
+
+
+def test_a_slot_that_cannot_start_is_reported_and_does_not_spin(cluster, tmp_path):
+    (tmp_path / "broken_handlers.py").write_text("raise RuntimeError('no such model')\n")
+    worker = cluster._start("worker", {"worker_handlers": ("broken_handlers",)}, str(tmp_path))
+    worker.says("slot does not start")
+    assert cluster.count("workers") == 0
+    assert worker.log.read_text().count("no such model") <= 4
+    assert worker.stop() == 0
+
+
+def test_handlers_do_not_get_the_settings(cluster, orchestrator, tmp_path):
+    (tmp_path / "curious_handlers.py").write_text(
+        "import os\n"
+        "from worker import handler\n"
+        "@handler('curious')\n"
+        "def curious(ctx, payload):\n"
+        "    return [name for name in os.environ if name.startswith('ORCH_')]\n"
+    )
+    cluster.worker(path=str(tmp_path), worker_handlers=("curious_handlers",))
+    assert cluster.wait_for(submit(orchestrator, "curious", {}), "done")["result"] == []
+
+
+@pytest.mark.parametrize(
+    "garbage", [{"nothing": "here"}, {"job_id": "nobody-knows"}, {"job_id": b"\xff\xfe"}]
+)
+def test_foreign_entries_go_to_the_dead_letters_and_hold_nothing_up(cluster, orchestrator, raw, garbage):
+    cluster.worker()
+    raw.xadd("stream:orchestrator:inference_jobs", garbage)
+    cluster.wait_for(submit(orchestrator, "echo", {}), "done")
+    wait_until(lambda: orchestrator.hub.dlq_depth() == 1, what="a dead letter")
+    wait_until(lambda: orchestrator.hub.lane("default").length() == 0, what="an empty lane")
+
+
+def test_progress_is_shown(cluster, orchestrator):
+    cluster.worker()
+    job_id = submit(orchestrator, "sleep", {"seconds": 30})
+    assert 0 < wait_until(lambda: cluster.job(job_id)["progress"], what="progress") < 1
+
+
+def test_ctrl_c_is_for_the_supervisor(cluster, orchestrator):
+    worker = cluster.worker(worker_grace_s=10.0)
+    job_id = submit(orchestrator, "sleep", {"seconds": 0.5})
+    cluster.wait_for(job_id, "running")
+    os.kill(worker.process.pid, signal.SIGINT)
+    assert worker.process.wait(20) == 0
+    assert cluster.job(job_id)["status"] == "done"

@@ -1,0 +1,16 @@
+"""The worker: a supervisor that claims jobs, and slots (child processes) that run handlers.
+
+    supervisor process                                     slot processes, one session each
+    ├─ intake      read entries → claim + lease → dispatch ──▶ load handler once, run jobs
+    ├─ slots       read answers, enforce time limits, respawn ◀── progress, end
+    ├─ recorder    starts and ends → one transaction → XACK + XDEL
+    ├─ publisher   keep the lane's window filled
+    └─ keepalive   heartbeat, leases, GPU sample; depends on nothing that a handler can block
+
+A handler's module imports only what is exported here.
+"""
+
+from worker.context import Context
+from worker.handlers import Permanent, Retry, Skip, handler
+
+__all__ = ["Context", "Permanent", "Retry", "Skip", "handler"]

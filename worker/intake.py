@@ -1,0 +1,174 @@
+"""Takes jobs in: as many entries as there are free slots → claim and lease in one transaction → dispatch.
+
+Nothing is buffered: an entry is read only for a slot that is free now.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from orchestrator.errors import DatabaseUnavailable, Unavailable
+from orchestrator.settings import Settings
+from orchestrator.store import jobs, outbox
+from orchestrator.store.database import Database
+from orchestrator.store.jobs import Claim, Claimant, NotClaimed
+from orchestrator.stream.hub import DeadLetter, Hub
+from orchestrator.stream.lane import Entry, Lane, LaneReader
+from worker.slots import SlotPool
+
+log = logging.getLogger(__name__)
+
+#: Longest wait for more slots to become free before a claim.
+MAX_LINGER_S = 0.003
+#: Longest pause between tries while a server is away.
+MAX_PAUSE_S = 2.0
+
+
+class Held:
+    """The jobs this worker has in hand, from the claim until their end is written down."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def add(self, job_id: str, entry_id: str) -> None:
+        with self._lock:
+            self._entries[job_id] = entry_id
+
+    def drop(self, job_ids: Sequence[str]) -> None:
+        with self._lock:
+            for job_id in job_ids:
+                self._entries.pop(job_id, None)
+
+    def entry_of(self, job_id: str) -> str:
+        return self._entries.get(job_id, "")
+
+    def job_ids(self) -> set[str]:
+        with self._lock:
+            return set(self._entries)
+
+    def entry_ids(self) -> set[str]:
+        with self._lock:
+            return set(self._entries.values())
+
+
+class Intake:
+    def __init__(
+        self,
+        db: Database,
+        hub: Hub,
+        lane: Lane,
+        reader: LaneReader,
+        slots: SlotPool,
+        by: Claimant,
+        held: Held,
+        settings: Settings,
+        *,
+        on_read: Callable[[], None],
+        on_refused: Callable[[Claim], None],
+    ) -> None:
+        self._db = db
+        self._hub = hub
+        self._lane = lane
+        self._reader = reader
+        self._slots = slots
+        self._by = by
+        self._held = held
+        self._settings = settings
+        self._on_read = on_read
+        self._on_refused = on_refused
+        self._claim_s = 0.0  # how long the last claim took
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="intake", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take nothing more. Returns at once; a blocked read ends within redis_block_ms."""
+        self._stop.set()
+
+    def join(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join(self._settings.redis_timeout_s + self._settings.db_timeout_s)
+
+    def _loop(self) -> None:
+        failures = 0
+        while not self._stop.is_set():
+            try:
+                self._step()
+                failures = 0
+            except Unavailable as away:
+                failures += 1
+                pause = random.uniform(0.5, 1.0) * min(0.1 * 2**failures, MAX_PAUSE_S)
+                log.warning("intake pauses", extra={"seconds": round(pause, 2), "error": str(away)})
+                self._stop.wait(pause)
+            except Exception:
+                # A bug must not end the thread that feeds the slots; it is shown, and the entries stay pending.
+                log.exception("intake broke")
+                self._reader.look_back()
+                self._stop.wait(1.0)
+
+    def _step(self) -> None:
+        free = self._slots.wait_free(1.0, linger_s=min(self._claim_s / 2, MAX_LINGER_S))
+        if not free or self._stop.is_set():
+            return
+        entries = self._reader.read(free, self._settings.redis_block_ms)
+        in_hand = self._held.entry_ids()
+        fresh = [entry for entry in entries if entry.entry_id not in in_hand]
+        if len(fresh) > free:  # what an earlier fault left over; the rest comes with the next look back
+            fresh = fresh[:free]
+            self._reader.look_back()
+        if not fresh:
+            return
+        if self._stop.is_set():
+            self._put_back(fresh)
+        else:
+            self._claim(fresh)
+            self._on_read()
+
+    def _claim(self, entries: Sequence[Entry]) -> None:
+        by_job = {entry.job_id: entry for entry in entries if entry.job_id}
+        started = time.monotonic()
+        try:
+            answers = self._db.write(
+                lambda conn: jobs.claim(
+                    conn, self._by, list(by_job), self._slots.memory.get, self._held.job_ids()
+                )
+            )
+        except DatabaseUnavailable:
+            self._reader.look_back()  # the entries are ours and pending: read them again
+            raise
+        self._claim_s = time.monotonic() - started
+        done_with = [entry.entry_id for entry in entries if entry is not by_job.get(entry.job_id)]
+        letters = [_letter(entry, "malformed") for entry in entries if not entry.job_id]
+        claims = []
+        for job_id, answer in answers.items():
+            if isinstance(answer, NotClaimed):
+                done_with.append(by_job[job_id].entry_id)
+                letters += [] if answer.exists else [_letter(by_job[job_id], "unknown_job")]
+            else:
+                self._held.add(job_id, by_job[job_id].entry_id)
+                claims.append(answer)
+        # Slots first: what Redis hears can wait, a free slot should not.
+        for claim in claims:
+            if not self._slots.dispatch(claim):
+                self._on_refused(claim)
+        self._hub.bury(letters)
+        self._lane.ack(done_with)
+
+    def _put_back(self, entries: Sequence[Entry]) -> None:
+        """Read, but too late to be run here: let the publisher announce them again at once."""
+        ids = [entry.job_id for entry in entries if entry.job_id]
+        self._db.write(lambda conn: outbox.unpublish(conn, ids))
+        self._lane.ack([entry.entry_id for entry in entries])
+
+
+def _letter(entry: Entry, reason: str) -> DeadLetter:
+    return DeadLetter(
+        entry.job_id or "", entry.entry_id, 0, f"entry {entry.entry_id} names no known job", reason
+    )

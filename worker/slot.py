@@ -1,0 +1,121 @@
+"""A slot: one child process that loads handlers once and runs jobs one after the other.
+
+    python -m worker.slot FD PARENT_PID RESULT_LIMIT [MODULE …]
+
+It talks to its supervisor over FD and to nothing else: no database, no Redis. Whatever a handler does to this
+process, the supervisor sees it end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from worker import handlers, wire
+from worker.context import Context
+from worker.handlers import Permanent, Registered, Retry, Skip
+
+
+@dataclass
+class Slot:
+    pipe: Connection
+    registry: dict[str, Registered]
+    result_limit: int
+    warm: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        memory = {name: registered.min_memory_mb for name, registered in self.registry.items()}
+        wire.send(self.pipe, {"hello": memory})
+        while True:
+            head, body = wire.receive(self.pipe)
+            if "stop" in head:
+                break
+            ending, result = self._attempt(head, body)
+            wire.send(self.pipe, {"end": ending}, result)
+        for instance in self.warm.values():
+            if hasattr(instance, "unload"):
+                instance.unload()
+
+    def _attempt(self, head: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
+        """Run one job; the ending as the supervisor wants to hear it, and the result's JSON."""
+        ctx = Context(**head["job"], _report=self._report)
+        if ctx.device is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
+        started = time.monotonic()
+        ending, result = self._outcome(ctx, body)
+        ending["run_seconds"] = time.monotonic() - started
+        return ending, result
+
+    def _outcome(self, ctx: Context, body: str) -> tuple[dict[str, Any], str]:
+        try:
+            value = self._handler(ctx)(ctx, json.loads(body))
+        except Skip as skip:
+            return {"outcome": "skipped", "error": str(skip)}, ""
+        except Permanent as permanent:
+            return _failed("permanent", permanent), ""
+        except Retry as retry:
+            return _failed("transient", retry) | {"retry_after_s": retry.after}, ""
+        except (Exception, SystemExit) as error:
+            return _failed("transient", error) | {"error": traceback.format_exc(limit=-8)}, ""
+        return self._checked(value)
+
+    def _handler(self, ctx: Context) -> Callable[[Context, Any], Any]:
+        registered = self.registry[ctx.type]
+        if not registered.is_class:
+            return registered.target
+        if ctx.type not in self.warm:
+            instance = registered.target()
+            if hasattr(instance, "load"):
+                instance.load(ctx)
+            self.warm[ctx.type] = instance
+        run: Callable[[Context, Any], Any] = self.warm[ctx.type].run
+        return run
+
+    def _checked(self, value: object) -> tuple[dict[str, Any], str]:
+        """A result must be JSON of bounded size; anything else cannot be stored, and trying again will not help."""
+        try:
+            text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+            size = len(text.encode())
+        except (TypeError, ValueError, RecursionError) as unfit:
+            return {
+                "outcome": "failed",
+                "error_kind": "bad_result",
+                "error": f"result is not JSON: {unfit}",
+            }, ""
+        if size > self.result_limit:
+            error = f"result has {size} bytes, the limit is {self.result_limit}; store it elsewhere, return a reference"
+            return {"outcome": "failed", "error_kind": "bad_result", "error": error}, ""
+        return {"outcome": "done"}, text
+
+    def _report(self, fraction: float, note: str) -> None:
+        wire.send(self.pipe, {"progress": [fraction, note]})
+
+
+def _failed(kind: str, error: BaseException) -> dict[str, Any]:
+    return {"outcome": "failed", "error_kind": kind, "error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    fd, parent_pid, result_limit, *modules = sys.argv[1:]
+    wire.die_with_parent(int(parent_pid))
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the supervisor, which decides what happens here
+    os.set_inheritable(int(fd), False)  # noqa: FBT003 - the function's own signature
+    pipe = Connection(int(fd))
+    try:
+        Slot(pipe, handlers.load(modules), int(result_limit)).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the supervisor is gone, and so are we
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""The supervisor's side of its slots: start them, hand them jobs, hear their answers, end them.
+
+One thread owns all of it. It starts every process (the kernel's parent-death signal follows the *thread* that
+started a child), waits for answers and exits together, enforces time limits, and starts anew what died.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from orchestrator.jobs import ErrorKind
+from orchestrator.store.jobs import Claim, End, Outcome
+from worker import wire
+
+log = logging.getLogger(__name__)
+
+#: Seconds between looks at time limits.
+TICK_S = 0.1
+#: A job is written down as running when it has run this long; one that ends sooner needs no such write.
+RUNNING_AFTER_S = 0.05
+#: A slot that cannot start is tried again after 0.5, 1, 2 … at most this many seconds.
+MAX_RESPAWN_DELAY_S = 30.0
+
+
+@dataclass
+class SlotProcess:
+    """One child. `claim` is what it runs; it is free when it said hello and runs nothing."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    pidfd: int
+    ready: bool = False
+    dying: bool = False
+    claim: Claim | None = None
+    since: float = float("inf")
+    deadline: float = float("inf")
+    #: Why we killed it: the answer to the job it ran.
+    verdict: End | None = None
+
+
+@dataclass(frozen=True)
+class SlotEvents:
+    """Whom the slots tell. Called from the slots' thread; must not block."""
+
+    started: Callable[[Claim], None]
+    ended: Callable[[Claim, End], None]
+    progressed: Callable[[Claim, float, str], None]
+
+
+class SlotPool:
+    def __init__(
+        self, count: int, command: list[str], environment: dict[str, str], events: SlotEvents
+    ) -> None:
+        self._count = count
+        self._command = command
+        self._environment = environment
+        self._events = events
+        self._slots: list[SlotProcess] = []
+        self._free: list[SlotProcess] = []
+        self._changed = threading.Condition()
+        self._selector = selectors.DefaultSelector()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_w, False)  # noqa: FBT003
+        self._closing = False
+        self._failures = 0
+        self._respawn_at = 0.0
+        #: Moving average of how long jobs run.
+        self._usual_run_s = 0.0
+        #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
+        self.memory: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._loop, name="slots", daemon=True)
+
+    def start(self) -> None:
+        self._selector.register(self._wake_r, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    # ── called by other threads ─────────────────────────────────────────────────────────────────────────────
+
+    def wait_free(self, timeout_s: float, linger_s: float = 0.0) -> int:
+        """Free slots, waiting up to `timeout_s` for the first.
+
+        When the running jobs are likely to end within `linger_s`, waits that long for them too: one claim for
+        sixteen jobs costs little more than one for eight.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closing, timeout_s)
+            if self._free and self._usual_run_s < linger_s:
+                self._changed.wait_for(lambda: len(self._free) == len(self._slots) or self._closing, linger_s)
+            return len(self._free)
+
+    def dispatch(self, claim: Claim) -> bool:
+        """Give a job to a free slot; False when there is none (any more)."""
+        with self._changed:
+            if not self._free or self._closing:
+                return False
+            slot = self._free.pop()
+            slot.claim, slot.since = claim, time.monotonic()
+            slot.deadline = slot.since + (claim.max_runtime_sec or float("inf"))
+        try:
+            wire.send(slot.pipe, {"job": _job(claim)}, claim.payload)
+        except OSError:
+            self._kill(slot)  # it died just now; the loop answers for the job
+        return True
+
+    def busy(self) -> int:
+        with self._changed:
+            return sum(slot.claim is not None for slot in self._slots)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing runs; False when something still does after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(slot.claim for slot in self._slots), timeout_s)
+
+    def stop_jobs(self, outcome: Outcome, reason: str) -> None:
+        """Kill every running job's process group; each job ends with `outcome`."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.claim is not None:
+                    slot.verdict = End(slot.claim.job_id, slot.claim.attempt, outcome, error=reason)
+                    self._kill(slot)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End all slots: asked first, killed after a moment."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            for slot in self._slots:
+                if slot.claim is None and slot.ready:
+                    _ask_to_stop(slot)
+        self._join(timeout_s)
+        with self._changed:
+            for slot in self._slots:
+                self._kill(slot)
+        self._join(timeout_s)
+
+    def _join(self, timeout_s: float) -> None:
+        if self._thread.is_alive():
+            self._wake()
+            self._thread.join(timeout_s)
+
+    # ── the slots' own thread ───────────────────────────────────────────────────────────────────────────────
+
+    def _loop(self) -> None:
+        while not (self._closing and not self._slots):
+            self._respawn()
+            for key, _ in self._selector.select(TICK_S):
+                slot: SlotProcess | None = key.data
+                if slot is None:
+                    os.read(self._wake_r, 4096)
+                elif key.fd == slot.pidfd:
+                    self._bury(slot)
+                else:
+                    self._hear(slot)
+            self._look_at_clocks()
+        self._selector.close()
+
+    def _respawn(self) -> None:
+        while not self._closing and len(self._slots) < self._count and time.monotonic() >= self._respawn_at:
+            slot = self._spawn()
+            with self._changed:
+                self._slots.append(slot)
+            self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
+            self._selector.register(slot.pidfd, selectors.EVENT_READ, slot)
+
+    def _spawn(self) -> SlotProcess:
+        ours, theirs = Pipe(duplex=True)
+        arguments = [str(theirs.fileno()), str(os.getpid()), *self._command]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "worker.slot", *arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a process group of its own, to be killed as one
+            env=_without_settings(os.environ) | self._environment,
+        )
+        theirs.close()
+        return SlotProcess(process, ours, os.pidfd_open(process.pid))
+
+    def _hear(self, slot: SlotProcess) -> None:
+        try:
+            head, body = wire.receive(slot.pipe)
+        except (EOFError, OSError, ValueError):
+            self._selector.unregister(slot.pipe)
+            self._kill(slot)  # a slot that cannot be understood is as good as dead
+            return
+        if "hello" in head:
+            self._failures = 0
+            self.memory = head["hello"]
+            self._release(slot)
+        elif "progress" in head and slot.claim is not None:
+            self._events.progressed(slot.claim, *head["progress"])
+        elif "end" in head and slot.claim is not None and slot.verdict is None:
+            claim = slot.claim
+            self._usual_run_s += (head["end"]["run_seconds"] - self._usual_run_s) / 16
+            self._release(slot)
+            self._events.ended(claim, _end(claim, head["end"], body))
+
+    def _release(self, slot: SlotProcess) -> None:
+        with self._changed:
+            slot.ready, slot.claim = True, None
+            if self._closing:
+                _ask_to_stop(slot)
+            elif not slot.dying:
+                self._free.append(slot)
+            self._changed.notify_all()
+
+    def _bury(self, slot: SlotProcess) -> None:
+        """A slot's process ended: sweep its group, answer for its job, make room for a new one."""
+        self._drain(slot)
+        self._kill(slot)
+        code = slot.process.wait()
+        for source in (slot.pidfd, slot.pipe):
+            if source in self._selector.get_map():
+                self._selector.unregister(source)
+        os.close(slot.pidfd)
+        slot.pipe.close()
+        if not slot.ready:
+            self._failures += 1
+            delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
+            self._respawn_at = time.monotonic() + delay
+            log.error("slot does not start", extra={"exit_code": code, "next_try_s": delay})
+        with self._changed:
+            claim, slot.claim = slot.claim, None
+            self._slots.remove(slot)
+            if slot in self._free:
+                self._free.remove(slot)
+            self._changed.notify_all()
+        if claim is not None:
+            self._events.ended(claim, slot.verdict or _crashed(claim, code))
+
+    def _drain(self, slot: SlotProcess) -> None:
+        """Hear what it said just before its end: the job may have finished."""
+        slot.dying = True
+        while slot.pipe in self._selector.get_map() and slot.pipe.poll():
+            self._hear(slot)
+
+    def _look_at_clocks(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for slot in self._slots:
+                if slot.claim is None or slot.verdict is not None:
+                    continue
+                if now - slot.since >= RUNNING_AFTER_S:
+                    slot.since = float("inf")
+                    self._events.started(slot.claim)
+                if now >= slot.deadline:
+                    slot.verdict = _overran(slot.claim)
+                    self._kill(slot)
+
+    def _kill(self, slot: SlotProcess) -> None:
+        try:
+            os.killpg(slot.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # the whole group is gone already
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_w, b".")
+        except BlockingIOError:
+            return  # it is awake
+
+
+def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Handlers get no database password: what they need comes with the job."""
+    return {name: value for name, value in environ.items() if not name.startswith("ORCH_")}
+
+
+def _ask_to_stop(slot: SlotProcess) -> None:
+    try:
+        wire.send(slot.pipe, {"stop": True})
+    except OSError:
+        return  # its end is noticed by the loop
+
+
+def _job(claim: Claim) -> dict[str, Any]:
+    return {
+        "job_id": claim.job_id,
+        "type": claim.type,
+        "attempt": claim.attempt,
+        "agent": claim.agent,
+        "model_id": claim.model_id,
+        "device": _device(claim),
+        "trace_context": claim.trace_context,
+    }
+
+
+def _device(claim: Claim) -> str | None:
+    if claim.lease is None:
+        return None
+    return ",".join(gpu.gpu_uuid for gpu in claim.lease.gpus) or "cpu"
+
+
+def _end(claim: Claim, ending: dict[str, Any], body: str) -> End:
+    kind = ending.get("error_kind")
+    return End(
+        claim.job_id,
+        claim.attempt,
+        Outcome(ending["outcome"]),
+        run_seconds=ending["run_seconds"],
+        result=body or None,
+        error_kind=ErrorKind(kind) if kind else None,
+        error=ending.get("error"),
+        retry_after_s=ending.get("retry_after_s"),
+        lease_key=claim.lease.key if claim.lease else None,
+    )
+
+
+def _overran(claim: Claim) -> End:
+    limit = claim.max_runtime_sec or 0.0
+    error = f"ran longer than max_runtime_sec = {limit}"
+    return End(
+        claim.job_id,
+        claim.attempt,
+        Outcome.FAILED,
+        run_seconds=limit,
+        error_kind=ErrorKind.TIMEOUT,
+        error=error,
+    )
+
+
+def _crashed(claim: Claim, code: int) -> End:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    error = f"the process that ran it {how}"
+    return End(claim.job_id, claim.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=error)

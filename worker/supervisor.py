@@ -1,0 +1,229 @@
+"""A worker from start to end: sessions, one after the other, until it is told to stop.
+
+A session is one registration under one worker id. It ends in order (SIGTERM: finish or hand back, deregister) or
+because the leader declared the worker dead; then everything it ran is killed, since it runs elsewhere already, and
+a new session begins under a new id.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+
+from orchestrator.daemon import instance_id
+from orchestrator.errors import OrchestratorError, Unavailable
+from orchestrator.gpu.simulated import backend
+from orchestrator.jobs import DEFAULT_LANE, RetryPolicy
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store import nodes
+from orchestrator.store.database import Database
+from orchestrator.store.jobs import Claim, Claimant, End, Outcome, Settled, Start
+from orchestrator.store.nodes import Beat, Worker
+from orchestrator.stream.hub import Hub
+from worker.intake import Held, Intake
+from worker.keepalive import Keepalive
+from worker.recorder import Recorder, ready_again
+from worker.slots import SlotEvents, SlotPool
+
+log = logging.getLogger(__name__)
+
+#: Seconds between tries to begin a session while a server is away.
+RETRY_EVERY_S = 1.0
+
+
+class Session:
+    """One registration: creates everything that works under its worker id, and ends it in order."""
+
+    def __init__(self, settings: Settings, db: Database, hub: Hub, publisher: Publisher) -> None:
+        self._settings = settings
+        self._db = db
+        self._hub = hub
+        self._publisher = publisher
+        self._lane = hub.lane(settings.worker_pool or DEFAULT_LANE)
+        self._node_id = settings.node_id or socket.gethostname()
+        self.worker_id = instance_id()
+        self._gpus = backend(settings.gpu_backend, self._node_id, settings.data_dir)
+        self._by = Claimant(
+            self.worker_id, self._node_id, self._lane.name, settings.lease_ttl_s, settings.gpu_stale_s
+        )
+        self._held = Held()
+        self._progress: dict[str, tuple[int, float, str]] = {}
+        self._counts = {"done": 0, "failed": 0}
+        self._draining = False
+        self._keepalive: Keepalive | None = None
+        self.over = threading.Event()
+        self.lost = False
+        self._build()
+
+    def _build(self) -> None:
+        settings = self._settings
+        policy = RetryPolicy(settings.retry_base_s, settings.retry_cap_s, settings.max_crashes)
+        self._recorder = Recorder(self._db, self._hub, self._lane, self._by, policy, self._settled)
+        self._slots = SlotPool(
+            settings.worker_slots,
+            [str(settings.payload_max_bytes), *settings.worker_handlers],
+            self._gpus.environment(),
+            SlotEvents(self._started, self._ended, self._progressed),
+        )
+        self._intake = Intake(
+            self._db,
+            self._hub,
+            self._lane,
+            self._hub.reader(self._lane, self.worker_id),
+            self._slots,
+            self._by,
+            self._held,
+            settings,
+            on_read=lambda: self._publisher.nudge(self._lane.name),
+            on_refused=self._refused,
+        )
+
+    def begin(self) -> None:
+        """Start the slots, register once their handlers are known, then take jobs."""
+        self._slots.start()
+        while not self._slots.wait_free(1.0):
+            if self.over.is_set():
+                return
+        worker = self._describe()
+        self._db.write(lambda conn: nodes.register(conn, worker, self._gpus.name))
+        self._keepalive = Keepalive(self._db, worker, self._gpus, self._settings, self._beat, self._on_lost)
+        self._keepalive.start()
+        self._intake.start()
+        self._publisher.nudge(self._lane.name)
+        log.info("worker ready", extra={"worker_id": self.worker_id, "lane": self._lane.name})
+
+    def _describe(self) -> Worker:
+        return Worker(
+            self.worker_id,
+            self._node_id,
+            self._lane.name,
+            socket.gethostname(),
+            os.getpid(),
+            self._settings.worker_slots,
+            tuple(self._slots.memory),
+        )
+
+    def end(self) -> None:
+        """Stop reading → finish or hand back → write it down → deregister. Heartbeats go on until the last."""
+        self._draining = True
+        self._intake.stop()
+        if not self._slots.wait_idle(self._settings.worker_grace_s):
+            self._slots.stop_jobs(Outcome.HANDED_BACK, "its worker was stopped")
+        self._close()
+        try:
+            worker = self._describe()
+            self._db.write(lambda conn: nodes.deregister(conn, worker))
+            self._publisher.publish(self._lane.name)
+            self._lane.forget_consumer(self.worker_id)
+        except Unavailable as away:
+            log.warning("left without a word", extra={"error": str(away)})  # the leader notices the silence
+
+    def abandon(self) -> None:
+        """Kill what runs and leave: the leader gave our jobs away, or they never were ours."""
+        self._intake.stop()
+        self._slots.stop_jobs(Outcome.HANDED_BACK, "its worker was declared dead")
+        self._close()
+
+    def _close(self) -> None:
+        self._slots.close()
+        self._intake.join()
+        self._recorder.close(self._settings.db_timeout_s)
+        if self._keepalive is not None:
+            self._keepalive.close()
+
+    # ── what the parts tell ─────────────────────────────────────────────────────────────────────────────────
+
+    def _started(self, claim: Claim) -> None:
+        self._recorder.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
+
+    def _ended(self, claim: Claim, end: End) -> None:
+        self._progress.pop(claim.job_id, None)
+        self._recorder.note(end, self._held.entry_of(claim.job_id))
+
+    def _refused(self, claim: Claim) -> None:
+        """Claimed, but its slot went away meanwhile."""
+        self._ended(
+            claim, End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="no slot was free any more")
+        )
+
+    def _progressed(self, claim: Claim, fraction: float, note: str) -> None:
+        self._progress[claim.job_id] = (claim.attempt, fraction, note)
+
+    def _settled(self, settled: Sequence[Settled]) -> None:
+        self._held.drop([item.end.job_id for item in settled])
+        for item in settled:
+            self._counts["done" if item.end.outcome is Outcome.DONE else "failed"] += 1
+        if ready_again(settled):
+            self._publisher.nudge(self._lane.name)
+
+    def _beat(self) -> Beat:
+        progress = tuple((job_id, *report) for job_id, report in list(self._progress.items()))
+        return Beat(
+            self._slots.busy(), self._counts["done"], self._counts["failed"], self._draining, progress
+        )
+
+    def _on_lost(self) -> None:
+        self.lost = True
+        self.over.set()
+
+
+class Supervisor:
+    """Runs sessions until stopped; survives servers that are away."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stop = threading.Event()
+        self._session: Session | None = None
+        self._db = Database(settings)
+        self._hub = Hub(settings)
+        self._publisher = Publisher(self._db, self._hub, settings)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._session is not None:
+            self._session.over.set()
+
+    def run(self) -> None:
+        self._publisher.start()
+        while not self._stop.is_set():
+            self._session = Session(self._settings, self._db, self._hub, self._publisher)
+            try:
+                self._run_session(self._session)
+            except Unavailable as away:
+                log.warning("worker waits for its servers", extra={"error": str(away)})
+                self._session.abandon()
+                self._stop.wait(RETRY_EVERY_S)
+        self._publisher.close()
+        self._hub.close()
+        self._db.close()
+
+    def _run_session(self, session: Session) -> None:
+        session.begin()
+        while not (session.over.wait(1.0) or self._stop.is_set()):
+            pass
+        if session.lost:
+            session.abandon()
+        else:
+            session.end()
+
+
+def run(settings: Settings) -> int:
+    """Run a worker until SIGTERM or SIGINT; the process's exit code."""
+    supervisor = Supervisor(settings)
+
+    def stop(_number: int, _frame: object) -> None:
+        supervisor.stop()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        supervisor.run()
+    except OrchestratorError as error:
+        log.error("worker failed", extra={"error": str(error)})  # noqa: TRY400
+        return 1
+    return 0
