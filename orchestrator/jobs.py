@@ -105,7 +105,7 @@ class Next:
 def backoff(attempts: int, policy: RetryPolicy, spin: float | None = None) -> float:
     """Seconds until the next try: exponential with full jitter, so that a crowd of failures spreads out."""
     ceiling = min(policy.cap_s, policy.base_s * 2.0 ** min(max(attempts - 1, 0), 60))
-    return ceiling * (random.random() if spin is None else spin)  # noqa: S311 - jitter, not a secret
+    return ceiling * (random.random() if spin is None else spin)
 
 
 def after_failure(

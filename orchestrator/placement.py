@@ -80,5 +80,5 @@ def _why_not(gpus: Sequence[GpuView], memory_mb: int, gpu_count: int, node_id: s
         f"{memory_mb} MB" if gpu_count == 1 else f"{memory_mb} MB on each of {gpu_count} GPUs of one node"
     )
     shown = [f"{gpu.node_id}/{gpu.gpu_index}: {refusal(gpu, memory_mb) or 'fits'}" for gpu in gpus[:4]]
-    more = f" and {len(gpus) - 4} more" if len(gpus) > 4 else ""  # noqa: PLR2004
+    more = f" and {len(gpus) - 4} more" if len(gpus) > 4 else ""
     return f"needs {wanted}; {', '.join(shown)}{more}"

@@ -37,6 +37,9 @@ class Pace:
     per_second: float = 0.0
     since: float = field(default_factory=time.monotonic)
     announced: int = 0
+    #: What the window was at the last look, and how many entries should be left of it now.
+    window: int = 0
+    left: int = 0
 
     def count(self, announced: int) -> None:
         self.announced += announced
@@ -68,12 +71,20 @@ class Publisher:
             self._nudged.add(lane)
             self._wake.notify()
 
+    def consumed(self, lane: str, count: int) -> None:
+        """A worker took `count` entries: nudge when about half of the window must be gone."""
+        pace = self._pace.setdefault(lane, Pace())
+        pace.left -= count
+        if pace.left <= pace.window // 2:
+            self.nudge(lane)
+
     def publish(self, lane_name: str) -> int:
         """Fill one lane's window; how many jobs were announced."""
         lane = self._hub.lane(lane_name)
         pace = self._pace.setdefault(lane_name, Pace())
         window = self._window(lane_name, pace)
-        room, total = window - lane.length(), 0
+        length = lane.length()
+        room, total = window - length, 0
         # Refilled when half empty: one transaction for many jobs instead of one for each that leaves.
         while room - total >= (window + 1) // 2 or 0 < total < room:
             size = min(room - total, CHUNK)
@@ -84,6 +95,7 @@ class Publisher:
             if len(ready) < size:
                 break
         pace.count(total)
+        pace.window, pace.left = window, length + total
         return total
 
     def close(self) -> None:

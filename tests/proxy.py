@@ -4,6 +4,7 @@
         proxy.port
         proxy.stall()            # half-open: connections stay, nothing moves in either direction
         proxy.swallow_replies()  # requests arrive, answers get lost
+        proxy.lose_reply()       # the next answer gets lost and its connection ends; then all is well
         proxy.cut()              # every connection ends, new ones are welcome
         proxy.refuse()           # every connection ends, new ones are cut at once
         proxy.heal()             # new connections work again
@@ -56,6 +57,9 @@ class Proxy:
 
     def swallow_replies(self) -> None:
         self._set("swallow")
+
+    def lose_reply(self) -> None:
+        self._set("lose")
 
     def refuse(self) -> None:
         self._set("refuse")
@@ -131,5 +135,11 @@ class Proxy:
                     link.harmed = True
                     self.swallowed += len(data)
                     continue
+                if replies and self._mode == "lose":
+                    self.swallowed += len(data)
+                    self._set("pass")
+                    with self._lock:
+                        self._links.remove(link)
+                    break
                 sink.sendall(data)
         link.close()

@@ -1,9 +1,9 @@
 """The worker: a supervisor that claims jobs, and slots (child processes) that run handlers.
 
     supervisor process                                     slot processes, one session each
-    ├─ intake      read entries → claim + lease → dispatch ──▶ load handler once, run jobs
-    ├─ slots       read answers, enforce time limits, respawn ◀── progress, end
-    ├─ recorder    starts and ends → one transaction → XACK + XDEL
+    ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs
+    ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
+    ├─ ledger      claims + leases, starts, ends → one transaction → XACK + XDEL
     ├─ publisher   keep the lane's window filled
     └─ keepalive   heartbeat, leases, GPU sample; depends on nothing that a handler can block
 

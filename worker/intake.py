@@ -13,17 +13,18 @@ from collections.abc import Callable, Sequence
 
 from orchestrator.errors import DatabaseUnavailable, Unavailable
 from orchestrator.settings import Settings
-from orchestrator.store import jobs, outbox
+from orchestrator.store import outbox
 from orchestrator.store.database import Database
-from orchestrator.store.jobs import Claim, Claimant, NotClaimed
+from orchestrator.store.jobs import Claim, NotClaimed
 from orchestrator.stream.hub import DeadLetter, Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
+from worker.ledger import Ledger
 from worker.slots import SlotPool
 
 log = logging.getLogger(__name__)
 
 #: Longest wait for more slots to become free before a claim.
-MAX_LINGER_S = 0.003
+MAX_LINGER_S = 0.01
 #: Longest pause between tries while a server is away.
 MAX_PAUSE_S = 2.0
 
@@ -64,11 +65,11 @@ class Intake:
         lane: Lane,
         reader: LaneReader,
         slots: SlotPool,
-        by: Claimant,
+        ledger: Ledger,
         held: Held,
         settings: Settings,
         *,
-        on_read: Callable[[], None],
+        on_read: Callable[[int], None],
         on_refused: Callable[[Claim], None],
     ) -> None:
         self._db = db
@@ -76,12 +77,16 @@ class Intake:
         self._lane = lane
         self._reader = reader
         self._slots = slots
-        self._by = by
+        self._ledger = ledger
         self._held = held
         self._settings = settings
         self._on_read = on_read
         self._on_refused = on_refused
+        #: Whether the last read brought as much as was asked for, so that the next will probably bring something too.
+        self.backlogged = False
         self._claim_s = 0.0  # how long the last claim took
+        # A claim may wait for a transaction that is being retried; one without an answer at all is a bug.
+        self._patience_s = 10 * settings.db_timeout_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="intake", daemon=True)
 
@@ -114,10 +119,11 @@ class Intake:
                 self._stop.wait(1.0)
 
     def _step(self) -> None:
-        free = self._slots.wait_free(1.0, linger_s=min(self._claim_s / 2, MAX_LINGER_S))
+        free = self._slots.wait_free(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
         if not free or self._stop.is_set():
             return
         entries = self._reader.read(free, self._settings.redis_block_ms)
+        self.backlogged = len(entries) >= free
         in_hand = self._held.entry_ids()
         fresh = [entry for entry in entries if entry.entry_id not in in_hand]
         if len(fresh) > free:  # what an earlier fault left over; the rest comes with the next look back
@@ -129,17 +135,13 @@ class Intake:
             self._put_back(fresh)
         else:
             self._claim(fresh)
-            self._on_read()
+            self._on_read(len(fresh))
 
     def _claim(self, entries: Sequence[Entry]) -> None:
         by_job = {entry.job_id: entry for entry in entries if entry.job_id}
         started = time.monotonic()
         try:
-            answers = self._db.write(
-                lambda conn: jobs.claim(
-                    conn, self._by, list(by_job), self._slots.memory.get, self._held.job_ids()
-                )
-            )
+            answers = self._ledger.claim(list(by_job)).result(self._patience_s) if by_job else {}
         except DatabaseUnavailable:
             self._reader.look_back()  # the entries are ours and pending: read them again
             raise

@@ -109,7 +109,7 @@ def main() -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the supervisor, which decides what happens here
-    os.set_inheritable(int(fd), False)  # noqa: FBT003 - the function's own signature
+    os.set_inheritable(int(fd), False)
     pipe = Connection(int(fd))
     try:
         Slot(pipe, handlers.load(modules), int(result_limit)).run()

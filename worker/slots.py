@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 #: A job is written down as running when it has run this long; one that ends sooner needs no such write.
 RUNNING_AFTER_S = 0.05
+#: Jobs of less than this many seconds are worth waiting for.
+QUICK_S = 0.002
 #: A slot that cannot start is tried again after 0.5, 1, 2 … at most this many seconds.
 MAX_RESPAWN_DELAY_S = 30.0
 
@@ -72,7 +74,7 @@ class SlotPool:
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
-        os.set_blocking(self._wake_w, False)  # noqa: FBT003
+        os.set_blocking(self._wake_w, False)
         self._closing = False
         self._failures = 0
         self._respawn_at = 0.0
@@ -96,7 +98,7 @@ class SlotPool:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._closing, timeout_s)
-            if self._free and self._usual_run_s < linger_s:
+            if self._free and self.quick:
                 self._changed.wait_for(lambda: len(self._free) == len(self._slots) or self._closing, linger_s)
             return len(self._free)
 
@@ -114,6 +116,11 @@ class SlotPool:
             self._kill(slot)  # it died just now; the loop answers for the job
         return True
 
+    @property
+    def quick(self) -> bool:
+        """Whether jobs usually end within a few milliseconds."""
+        return self._usual_run_s < QUICK_S
+
     def busy(self) -> int:
         with self._changed:
             return sum(slot.claim is not None for slot in self._slots)
@@ -121,7 +128,12 @@ class SlotPool:
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing runs; False when something still does after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not any(slot.claim for slot in self._slots), timeout_s)
+            deadline = time.monotonic() + timeout_s
+            while any(slot.claim for slot in self._slots):
+                if time.monotonic() >= deadline:
+                    return False
+                self._changed.wait(TICK_S)
+            return True
 
     def stop_jobs(self, outcome: Outcome, reason: str) -> None:
         """Kill every running job's process group; each job ends with `outcome`."""
@@ -213,7 +225,8 @@ class SlotPool:
                 _ask_to_stop(slot)
             elif not slot.dying:
                 self._free.append(slot)
-            self._changed.notify_all()
+            if len(self._free) in (1, len(self._slots)) or self._closing:
+                self._changed.notify_all()  # waking everybody for each slot would cost more than the job
 
     def _bury(self, slot: SlotProcess) -> None:
         """A slot's process ended: sweep its group, answer for its job, make room for a new one."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from orchestrator.daemon import instance_id
 from orchestrator.errors import OrchestratorError, Unavailable
 from orchestrator.gpu.simulated import backend
-from orchestrator.jobs import DEFAULT_LANE, RetryPolicy
+from orchestrator.jobs import DEFAULT_LANE, HAND_BACK, RETRY, RetryPolicy
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import nodes
@@ -27,7 +27,7 @@ from orchestrator.store.nodes import Beat, Worker
 from orchestrator.stream.hub import Hub
 from worker.intake import Held, Intake
 from worker.keepalive import Keepalive
-from worker.recorder import Recorder, ready_again
+from worker.ledger import Ledger
 from worker.slots import SlotEvents, SlotPool
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,22 @@ class Session:
     def _build(self) -> None:
         settings = self._settings
         policy = RetryPolicy(settings.retry_base_s, settings.retry_cap_s, settings.max_crashes)
-        self._recorder = Recorder(self._db, self._hub, self._lane, self._by, policy, self._settled)
         self._slots = SlotPool(
             settings.worker_slots,
             [str(settings.payload_max_bytes), *settings.worker_handlers],
             self._gpus.environment(),
             SlotEvents(self._started, self._ended, self._progressed),
+        )
+        self._ledger = Ledger(
+            self._db,
+            self._hub,
+            self._lane,
+            self._by,
+            policy,
+            memory_for=lambda type: self._slots.memory.get(type),
+            held=self._held.job_ids,
+            claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
+            on_settled=self._settled,
         )
         self._intake = Intake(
             self._db,
@@ -76,10 +86,10 @@ class Session:
             self._lane,
             self._hub.reader(self._lane, self.worker_id),
             self._slots,
-            self._by,
+            self._ledger,
             self._held,
             settings,
-            on_read=lambda: self._publisher.nudge(self._lane.name),
+            on_read=lambda count: self._publisher.consumed(self._lane.name, count),
             on_refused=self._refused,
         )
 
@@ -132,18 +142,18 @@ class Session:
     def _close(self) -> None:
         self._slots.close()
         self._intake.join()
-        self._recorder.close(self._settings.db_timeout_s)
+        self._ledger.close(self._settings.db_timeout_s)
         if self._keepalive is not None:
             self._keepalive.close()
 
     # ── what the parts tell ─────────────────────────────────────────────────────────────────────────────────
 
     def _started(self, claim: Claim) -> None:
-        self._recorder.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
+        self._ledger.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
 
     def _ended(self, claim: Claim, end: End) -> None:
         self._progress.pop(claim.job_id, None)
-        self._recorder.note(end, self._held.entry_of(claim.job_id))
+        self._ledger.note(end, self._held.entry_of(claim.job_id))
 
     def _refused(self, claim: Claim) -> None:
         """Claimed, but its slot went away meanwhile."""
@@ -158,7 +168,7 @@ class Session:
         self._held.drop([item.end.job_id for item in settled])
         for item in settled:
             self._counts["done" if item.end.outcome is Outcome.DONE else "failed"] += 1
-        if ready_again(settled):
+        if any(item.arrow in (HAND_BACK, RETRY) for item in settled):
             self._publisher.nudge(self._lane.name)
 
     def _beat(self) -> Beat:

@@ -7,6 +7,7 @@ batches by itself, the more the busier it is.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from orchestrator.errors import Overloaded, Unavailable
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -25,6 +28,9 @@ class Batcher(Generic[Item, Outcome]):
 
     When `flush` itself raises, the batch is halved until the item at fault stands alone, so one bad item never
     fails its neighbours. Only `Unavailable` fails all at once: no split mends a server that is away.
+
+    `linger` may ask for a moment's wait after the first item, until an `urgent` one arrives: for when it is known
+    that more is about to come. By default nothing waits.
     """
 
     def __init__(
@@ -33,15 +39,20 @@ class Batcher(Generic[Item, Outcome]):
         flush: Callable[[list[Item]], Sequence[Outcome | Exception]],
         *,
         weight: Callable[[Item], int] = lambda _item: 1,
+        linger: Callable[[], float] = lambda: 0.0,
+        urgent: Callable[[Item], bool] = lambda _item: True,
         max_batch: int = 500,
         max_waiting: int = 50_000,
     ) -> None:
         self._flush = flush
         self._weight = weight
+        self._linger = linger
+        self._urgent = urgent
         self._max_batch = max_batch
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[Item, Future[Outcome]]] = deque()
+        self._waiting: deque[tuple[Item, Future[Outcome] | None]] = deque()
         self._arrived = threading.Condition()
+        self._asleep = False
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -49,16 +60,12 @@ class Batcher(Generic[Item, Outcome]):
     def submit(self, item: Item) -> Future[Outcome]:
         """Hand in one item. Raises Overloaded when too much waits already."""
         future: Future[Outcome] = Future()
-        with self._arrived:
-            if self._closing:
-                message = f"{self._thread.name} is shutting down"
-                raise Overloaded(message)
-            if len(self._waiting) >= self._max_waiting:
-                message = f"{self._thread.name}: {len(self._waiting)} writes wait already"
-                raise Overloaded(message)
-            self._waiting.append((item, future))
-            self._arrived.notify()
+        self._add(item, future)
         return future
+
+    def post(self, item: Item) -> None:
+        """Hand in one item whose outcome nobody waits for."""
+        self._add(item, None)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Flush what waits, stop the thread; False when that took longer than `timeout_s`."""
@@ -68,31 +75,49 @@ class Batcher(Generic[Item, Outcome]):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _add(self, item: Item, future: Future[Outcome] | None) -> None:
+        with self._arrived:
+            if self._closing:
+                raise Overloaded(f"{self._thread.name} is shutting down")
+            if len(self._waiting) >= self._max_waiting:
+                raise Overloaded(f"{self._thread.name}: {len(self._waiting)} writes wait already")
+            self._waiting.append((item, future))
+            if self._asleep or self._urgent(
+                item
+            ):  # waking a thread costs more than most of what it is woken for
+                self._arrived.notify()
+
     def _loop(self) -> None:
         while (batch := self._take()) is not None:
             if batch:
                 self._settle(batch)
 
-    def _take(self) -> list[tuple[Item, Future[Outcome]]] | None:
+    def _take(self) -> list[tuple[Item, Future[Outcome] | None]] | None:
         """The next batch; None when closed and drained. An item is always taken whole, however heavy."""
         batch, weight = [], 0
         with self._arrived:
+            self._asleep = True
             self._arrived.wait_for(lambda: self._waiting or self._closing)
+            self._asleep = False
             if not self._waiting:
                 return None
+            self._wait_for_more()
             while self._waiting and weight < self._max_batch:
                 item, future = self._waiting.popleft()
-                if future.set_running_or_notify_cancel():  # a caller may have gone away meanwhile
+                # A caller may have gone away meanwhile.
+                if future is None or future.set_running_or_notify_cancel():
                     batch.append((item, future))
                     weight += self._weight(item)
         return batch
 
-    def _settle(self, batch: list[tuple[Item, Future[Outcome]]]) -> None:
-        outcomes: Sequence[Outcome | Exception]
+    def _wait_for_more(self) -> None:
+        limit = self._linger()
+        if limit > 0 and not self._closing and not any(self._urgent(item) for item, _ in self._waiting):
+            self._arrived.wait(limit)
+
+    def _settle(self, batch: list[tuple[Item, Future[Outcome] | None]]) -> None:
         try:
-            outcomes = self._flush([item for item, _ in batch])
-            if len(outcomes) != len(batch):
-                raise AssertionError(f"{self._thread.name}: {len(outcomes)} answers to {len(batch)} items")
+            outcomes: Sequence[Outcome | Exception] = self._flush([item for item, _ in batch])
         except Unavailable as away:
             outcomes = [away] * len(batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to one of the items
@@ -102,8 +127,14 @@ class Batcher(Generic[Item, Outcome]):
                 self._settle(batch[middle:])
                 return
             outcomes = [error]
-        for (_, future), outcome in zip(batch, outcomes, strict=True):
+        for (item, future), outcome in zip(batch, outcomes, strict=True):
+            self._answer(item, future, outcome)
+
+    def _answer(self, item: Item, future: Future[Outcome] | None, outcome: Outcome | Exception) -> None:
+        if future is None:
             if isinstance(outcome, Exception):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
+                log.error("a write failed", extra={"item": repr(item)[:200], "error": repr(outcome)})
+        elif isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -19,7 +19,9 @@ from sqlalchemy import (
     DateTime,
     Engine,
     Integer,
+    Select,
     Text,
+    Update,
     create_engine,
     event,
     make_url,
@@ -83,6 +85,21 @@ def _shift_sqlite(element: utc_shift, compiler: Any, **kw: Any) -> str:
     return f"strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('%+.3f seconds', {seconds}))"
 
 
+Keyed = TypeVar("Keyed", Select[Any], Update)
+
+
+def by_key(statement: Keyed) -> Keyed:
+    """Find rows by their primary key, even if the planner would rather scan a small table or another index.
+
+    A scan that locks waits for the rows of all other transactions, and two of them deadlock.
+    """
+    hint, server = "FORCE INDEX (PRIMARY)", "mysql"
+    if isinstance(statement, Update):
+        return statement.with_hint(hint, dialect_name=server)
+    (table,) = statement.get_final_froms()
+    return statement.with_hint(table, hint, server)
+
+
 class LeaderLock(Protocol):
     """A mutual-exclusion hint: quick to notice a dead holder, never the proof of leadership."""
 
@@ -134,7 +151,7 @@ class MariaDB:
     #: that did not end.
     AWAY = CONTENTION | {1040, 1053, 1203, 1290, 1792, 1836, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
     LOCK_WAIT_S = 5
-    #: The server itself ends a transaction that is idle for so long: its process may be frozen, and holds locks.
+    #: The server itself ends a transaction that is idle for so long: its process may be frozen, with locks.
     IDLE_TRANSACTION_S = 10
     #: Seconds to wait for another instance that migrates.
     MIGRATION_WAIT_S = 600

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from sqlalchemy import func, Connection, Float, Row, Update, bindparam, case, literal_column, select, update
+from sqlalchemy import Connection, Float, Row, Update, bindparam, case, func, literal_column, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import jobs as job_rules
@@ -25,7 +25,7 @@ from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.ranking import rank
 from orchestrator.store import audit, leases
 from orchestrator.store.database import Database
-from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import Hot, Listed, insert_rows
 from orchestrator.store.schema import jobs, lanes, results
 
@@ -153,7 +153,7 @@ def _move_statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
     )
     return Hot(
         lambda ids: (
-            update(jobs)
+            by_key(update(jobs))
             .where(
                 jobs.c.job_id.in_(ids),
                 jobs.c.status.in_(sources),
@@ -256,7 +256,7 @@ class NotClaimed:
 
 # What few jobs use travels as one column: the driver parses every column of every row in Python.
 _OFFERED = Hot(
-    lambda ids: (
+    lambda ids: by_key(
         select(
             jobs.c.job_id,
             jobs.c.type,
@@ -457,12 +457,11 @@ def _set_lease_tokens(ids: Listed) -> Update:
     return update(jobs).where(jobs.c.job_id.in_(ids)).values(lease_token=chosen)
 
 
-_LEASE_TOKENS = Hot(_set_lease_tokens)
-
-
 def _write_lease_tokens(conn: Connection, keys: Mapping[str, str]) -> None:
     if keys:
-        _LEASE_TOKENS.run(conn, list(keys), **{f"key_{i}": key for i, key in enumerate(keys.values())})
+        parameters = {f"key_{i}": key for i, key in enumerate(keys.values())}
+        statement = _set_lease_tokens([bindparam(f"id_{i}") for i in range(len(keys))])
+        conn.execute(statement, parameters | {f"id_{i}": job_id for i, job_id in enumerate(keys)})
 
 
 def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:
@@ -512,7 +511,7 @@ class Settled:
 
 
 _OWNERSHIP = Hot(
-    lambda ids: (
+    lambda ids: by_key(
         select(
             jobs.c.job_id,
             jobs.c.status,
@@ -530,27 +529,20 @@ _OWNERSHIP = Hot(
 )
 
 
-class _NotAllOwnedError(Exception):
-    """Some of these attempts lost their jobs; nothing is written on the assumption that none did."""
+class NotAllOwned(Exception):
+    """Some of these attempts lost their jobs; the caller rolls back and uses `record`."""
 
 
-def settle(
-    db: Database, by: Claimant, starts: Sequence[Start], ends: Sequence[End], policy: RetryPolicy
-) -> list[Settled]:
-    """`record` in a transaction of its own, on the short way when all went well, which is nearly always."""
-    if not starts and all(end.outcome is Outcome.DONE for end in ends):
-        try:
-            return db.write(lambda conn: _finish_all(conn, by, ends))
-        except _NotAllOwnedError:
-            pass  # rolled back; now find out which
-    return db.write(lambda conn: record(conn, by, starts, ends, policy))
+def all_done(ends: Sequence[End]) -> bool:
+    return all(end.outcome is Outcome.DONE for end in ends)
 
 
-def _finish_all(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[Settled]:
-    """Owned → done for all of them, or nothing: the guarded UPDATE is the check, no row is read before it."""
-    events = _finish(conn, by, ends)
-    leases.free(conn, [end.lease_key for end in ends if end.lease_key])
-    audit.record(conn, events)
+def finish_all(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[Settled]:
+    """Owned → done for all of them, or NotAllOwned: the guarded UPDATE is the check, no row is read before it."""
+    if ends:
+        events = _finish(conn, by, ends)
+        leases.free(conn, [end.lease_key for end in ends if end.lease_key])
+        audit.record(conn, events)
     return [Settled(end, job_rules.FINISH) for end in ends]
 
 
@@ -562,6 +554,8 @@ def record(
     An attempt that no longer owns its job changes nothing; that is a normal outcome, not an error.
     """
     ids = [event.job_id for event in (*starts, *ends)]
+    if not ids:
+        return []
     rows = {row.job_id: row for row in _OWNERSHIP.run(conn, ids)}
     _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, {Status.CLAIMED})])
     settled = []
@@ -615,7 +609,7 @@ def _start(conn: Connection, by: Claimant, rows: Sequence[Row[Any]]) -> None:
 def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.Event]:
     for attempt, ids in _by_attempt(ends):
         if _move(conn, job_rules.FINISH, attempt, ids) != len(ids):
-            raise _NotAllOwnedError
+            raise NotAllOwned
     insert_rows(
         conn,
         results,

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, select, update
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
-from orchestrator.leases import Denied, Granted, GpuShare, LeaseRequest, token_hash
+from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, token_hash
 from orchestrator.placement import GpuView, Placed, place
 from orchestrator.store import audit
-from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import gpus, lease_gpus, leases
 
@@ -175,14 +175,17 @@ def free(conn: Connection, keys: Sequence[str]) -> int:
     """Remove leases (by token hash) and return their memory. Those already gone are left out."""
     if not keys:
         return 0
-    found = conn.execute(
-        select(leases.c.token).where(leases.c.token.in_(keys), leases.c.state == "active").with_for_update()
-    ).scalars()
-    live = sorted(found)
+    held = select(leases.c.token).where(leases.c.token.in_(keys), leases.c.state == "active")
+    live = sorted(conn.execute(by_key(held.with_for_update())).scalars())
     _return_memory(conn, live)
-    if live:
-        conn.execute(delete(leases).where(leases.c.token.in_(live)))
+    _delete(conn, leases, live)
     return len(live)
+
+
+def _delete(conn: Connection, table: Table, keys: Sequence[str]) -> None:
+    """One statement a key: DELETE takes no hint, and with a list of keys a small table would be scanned."""
+    if keys:
+        conn.execute(delete(table).where(table.c.token == bindparam("key")), [{"key": key} for key in keys])
 
 
 def _return_memory(conn: Connection, keys: Sequence[str]) -> None:
@@ -192,7 +195,7 @@ def _return_memory(conn: Connection, keys: Sequence[str]) -> None:
         select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb).where(lease_gpus.c.token.in_(keys))
     ).all()
     if shares:
-        conn.execute(delete(lease_gpus).where(lease_gpus.c.token.in_(keys)))
+        _delete(conn, lease_gpus, keys)
     amounts: Counter[str] = Counter()
     for uuid, memory_mb in shares:
         amounts[uuid] += memory_mb

@@ -11,7 +11,6 @@ from orchestrator.store.dialect import utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs, lanes, workers
 
-
 _READY = (
     select(jobs.c.job_id, jobs.c.type, jobs.c.trace_context)
     .where(jobs.c.lane == bindparam("of_lane"), jobs.c.queued == Queued.READY)
@@ -29,7 +28,7 @@ _ANNOUNCE = Hot(
 
 
 def take(conn: Connection, lane: str, limit: int) -> list[Ready]:
-    """ready → announced for the next `limit` jobs of a lane, in order of rank. Two takers never get the same job."""
+    """Ready → announced for the next `limit` jobs of a lane, in order of rank. Two takers never get the same job."""
     ready = [Ready(*row) for row in conn.execute(_READY, {"of_lane": lane, "most": limit})]
     if ready:
         _ANNOUNCE.run(conn, [job.job_id for job in ready])
@@ -37,7 +36,7 @@ def take(conn: Connection, lane: str, limit: int) -> list[Ready]:
 
 
 def promote_due(conn: Connection, limit: int) -> int:
-    """delayed → ready for jobs whose time has come."""
+    """Delayed → ready for jobs whose time has come."""
     due = conn.execute(
         select(jobs.c.job_id)
         .where(jobs.c.not_before <= utc_now(), jobs.c.queued == Queued.DELAYED)
@@ -71,7 +70,7 @@ def announced(conn: Connection, lane: str, older_than_s: float, limit: int) -> l
 
 
 def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.0) -> int:
-    """announced → ready, unless somebody announced them anew or claimed them meanwhile."""
+    """Announced → ready, unless somebody announced them anew or claimed them meanwhile."""
     if not job_ids:
         return 0
     return conn.execute(

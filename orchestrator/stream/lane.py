@@ -16,6 +16,17 @@ from orchestrator.stream.client import named_errors
 #: Name under which the leader holds entries while it decides what becomes of them.
 LEADER = "leader"
 
+# KEYS: stream. ARGV: job_id, type, trace for each job. One command instead of hundreds, and all entries or none.
+_ANNOUNCE = """
+for i = 1, #ARGV, 3 do
+  if ARGV[i + 2] == '' then
+    redis.call('XADD', KEYS[1], '*', 'job_id', ARGV[i], 'type', ARGV[i + 1])
+  else
+    redis.call('XADD', KEYS[1], '*', 'job_id', ARGV[i], 'type', ARGV[i + 1], 'trace', ARGV[i + 2])
+  end
+end
+"""
+
 # KEYS: stream, epoch key. ARGV: epoch, group, entry ids…
 _FENCED_ACK = """
 local newest = tonumber(redis.call('GET', KEYS[2]) or '0')
@@ -67,6 +78,7 @@ class Lane:
         self._epoch_key = f"{{{self.key}}}:epoch"
         self._client = client
         self._settings = settings
+        self._announce = client.register_script(_ANNOUNCE)
         self._fenced_ack = client.register_script(_FENCED_ACK)
         self._forget = client.register_script(_FORGET_CONSUMER)
 
@@ -81,11 +93,9 @@ class Lane:
 
     def announce(self, jobs: Sequence[Ready]) -> None:
         """Add an entry for each job. It names the job; what to do stands in the row."""
-        with named_errors(self._settings), self._client.pipeline(transaction=False) as pipe:
-            for job in jobs:
-                fields = {"job_id": job.job_id, "type": job.type}
-                pipe.xadd(self.key, fields | ({"trace": job.trace_context} if job.trace_context else {}))  # type: ignore[arg-type]  # redis wants an invariant dict
-            pipe.execute()
+        fields = [field for job in jobs for field in (job.job_id, job.type, job.trace_context or "")]
+        with named_errors(self._settings):
+            self._announce(keys=[self.key], args=fields)
 
     def length(self) -> int:
         """Entries that are announced or being worked on."""

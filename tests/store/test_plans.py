@@ -127,7 +127,7 @@ HOT = {
 }
 
 
-def first_select(engine, call):
+def first_select(engine, call, verb="SELECT"):
     """The first SELECT that `call` sends, with its parameters; its effects are rolled back."""
     caught = []
 
@@ -139,7 +139,7 @@ def first_select(engine, call):
         call(connection)
         connection.rollback()
     event.remove(engine, "before_cursor_execute", catch)
-    return next((s, p) for s, p in caught if s.startswith("SELECT"))
+    return next((s, p) for s, p in caught if s.startswith(verb))
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +166,21 @@ def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name
     assert float(step["r_rows"]) <= most, dict(step)
     # A few rows of two states may be sorted; a backlog may not.
     assert "filesort" not in step["Extra"] or most < 10, dict(step)
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_jobs_are_ended_by_their_keys_not_by_a_walk_over_all_that_run(crowded, count):
+    """By the index on status, every worker would lock, and wait for, the running jobs of all the others."""
+    ends = [
+        jobs.End(f"mine-{i:06}", 1, jobs.Outcome.DONE, result="{}", run_seconds=1.0) for i in range(count)
+    ]
+    engine = crowded.db.engine
+    statement, parameters = first_select(
+        engine, lambda conn: jobs.finish_all(conn, crowded.by, ends), verb="UPDATE orchestrator_jobs"
+    )
+    with engine.connect() as connection:
+        (step,) = connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).mappings().all()
+    assert (step["key"], int(step["rows"])) == ("PRIMARY", count), dict(step)
 
 
 def test_the_second_page_reads_no_more_than_the_first(crowded):

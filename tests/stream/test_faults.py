@@ -92,12 +92,26 @@ def test_an_xadd_whose_reply_got_lost_is_not_sent_again(far, proxy, raw):
     lane = far.lane("default")
     assert lane.length() == 0
     before = calls(raw, "xadd")
-    proxy.swallow_replies()
+    proxy.lose_reply()
     with pytest.raises(RedisUnavailable):
         lane.announce(ready("a"))
-    proxy.heal()
+    assert proxy.swallowed
     assert calls(raw, "xadd") - before == 1
     assert lane.length() == 1
+
+
+def test_an_xreadgroup_whose_reply_got_lost_is_not_sent_again(far, proxy, raw):
+    """Its repetition would get the next entries, and the first ones would be forgotten."""
+    lane = far.lane("default")
+    reader = far.reader(lane, "w1")
+    assert read(reader) == []
+    for name in "abcd":
+        raw.xadd(lane.key, {"job_id": name})
+    proxy.lose_reply()
+    with pytest.raises(RedisUnavailable):
+        reader.read(2, 50)
+    assert raw.xpending(lane.key, lane.group)["pending"] == 2
+    assert [read(reader, 2), read(reader, 2)] == [["a", "b"], ["c", "d"]]
 
 
 def test_entries_of_a_lost_reply_are_found_among_the_own_pending_ones(far, proxy, raw):

@@ -1,0 +1,79 @@
+"""`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
+
+python -m tests.bench [--jobs 10000] [--rounds 3] [--slots 16] [--json]
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from tests.bench import raw
+from tests.bench.ours import Ours
+from tests.bench.trial import Trial
+from tests.servers import MariaDB, Redis
+
+
+def main() -> None:
+    options = _options()
+    figures: dict[str, list[float]] = defaultdict(list)
+    with MariaDB() as mariadb, Redis() as redis:
+        for number in range(options.rounds):
+            print(f"round {number + 1} of {options.rounds} …", file=sys.stderr, flush=True)
+            _round(mariadb, redis, options, figures)
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    _report(medians, figures, options)
+
+
+def _round(
+    mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]
+) -> None:
+    url, count, slots = mariadb.create_database("bench"), options.jobs, options.slots
+    figures["raw SQL cycle, batches of 100"].append(count / raw.cycle(url, count))
+    trial = Trial(url, redis.url)
+    figures["trial: submit"].append(count / trial.submit(count))
+    figures["trial: drain"].append(count / trial.drain(count, slots))
+    for label, fields in (("", {}), (" with leases", {"min_memory_mb": 100})):
+        redis.flush()
+        with tempfile.TemporaryDirectory() as folder:
+            ours = Ours(url, redis.url, Path(folder), slots)
+            figures[f"ours: submit{label}"].append(count / ours.submit(count, **fields))
+            rate, commits = ours.drain(count)
+            figures[f"ours: drain{label}"].append(rate)
+            figures[f"commits per job{label}"].append(commits)
+            ours.close()
+
+
+def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
+    whole = 1 / (1 / medians["ours: submit"] + 1 / medians["ours: drain"])
+    ratios = {
+        "ours: drain ÷ trial: drain": medians["ours: drain"] / medians["trial: drain"],
+        "ours: submit ÷ trial: submit": medians["ours: submit"] / medians["trial: submit"],
+        "ours: whole run ÷ raw SQL cycle": whole / medians["raw SQL cycle, batches of 100"],
+    }
+    if options.json:
+        print(json.dumps({"jobs_per_second": figures, "medians": medians, "ratios": ratios}, indent=1))
+        return
+    print(
+        f"{options.jobs} echo jobs, {options.slots} slots, {options.rounds} rounds; jobs per second, median [range]"
+    )
+    for name, values in figures.items():
+        print(f"  {name:32s} {medians[name]:10,.2f}   [{min(values):,.2f} … {max(values):,.2f}]")
+    for name, ratio in ratios.items():
+        print(f"  {name:32s} {ratio:10.2f}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

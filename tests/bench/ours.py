@@ -1,0 +1,82 @@
+"""The system itself: submit through the orchestrator, one worker process with its slots, all on real servers."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import text
+
+from orchestrator.daemon import Orchestrator
+from orchestrator.jobs import NewJob
+from orchestrator.settings import Settings
+from orchestrator.store import schema
+from tests.cluster import Cluster
+from tests.waiting import wait_until
+
+BATCH = 500
+
+
+class Ours:
+    def __init__(self, database_url: str, redis_url: str, folder: Path, slots: int) -> None:
+        self.settings = Settings(
+            database_url=database_url,
+            redis_url=redis_url,
+            data_dir=folder,
+            gpu_backend="sim:2x24576",
+            worker_slots=slots,
+            log_level="warning",
+        )
+        self.cluster = Cluster(self.settings, folder)
+        schema.metadata.drop_all(self.cluster.db.engine)
+        schema.metadata.create_all(self.cluster.db.engine)
+
+    def submit(self, count: int, **fields: Any) -> float:
+        """Seconds to validate `count` jobs and make them durable, in batches of 500, nothing else running."""
+        orchestrator = Orchestrator(self.settings)
+        started = time.perf_counter()
+        pending = [orchestrator.submit(batch) for batch in self._batches(count, fields)]
+        for future in pending:
+            future.result(60)
+        seconds = time.perf_counter() - started
+        orchestrator.close()
+        return seconds
+
+    def _batches(self, count: int, fields: dict[str, Any]):
+        for first in range(0, count, BATCH):
+            yield [
+                NewJob.prepare(
+                    {"type": "echo", "payload": {"n": n}} | fields, max_bytes=1 << 20, max_depth=64
+                )
+                for n in range(first, first + BATCH)
+            ]
+
+    def drain(self, count: int) -> tuple[float, float]:
+        """Jobs per second from the first to the last end, by the database's clock; and commits per job."""
+        orchestrator = Orchestrator(self.settings)
+        before = self._commits()
+        orchestrator.start()
+        worker = self.cluster._start("worker", {})
+        try:
+            wait_until(lambda: self._done() >= count, timeout=120, what="all jobs done")
+            commits = (self._commits() - before) / count
+            first, last = self._span()
+            return (count - 1) / (last - first).total_seconds(), commits
+        finally:
+            worker.stop()
+            orchestrator.close()
+
+    def _done(self) -> int:
+        # A look every second at most: the benchmark must not be what it measures.
+        time.sleep(0.5)
+        return self.cluster.count("orchestrator_results")
+
+    def _span(self):
+        query = text("SELECT min(finished_at), max(finished_at) FROM orchestrator_jobs WHERE status = 'done'")
+        return self.cluster.db.read(lambda conn: conn.execute(query).one())
+
+    def _commits(self) -> int:
+        query = text("SHOW GLOBAL STATUS LIKE 'Com_commit'")
+        return int(self.cluster.db.read(lambda conn: conn.execute(query).one())[1])
+
+    def close(self) -> None:
+        self.cluster.close()

@@ -1,0 +1,180 @@
+"""All writes of a worker about its jobs, as one group commit: ends, starts and claims share a transaction.
+
+Whatever arrives while the last transaction is being committed goes into the next one: the ends of the jobs that
+just finished together with the claims of those that take their slots. Entries are acknowledged after the commit,
+beside the next one; a crash in between costs a delivery that the database recognises as settled.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
+from orchestrator.jobs import RetryPolicy
+from orchestrator.leader.duties import dead_letter
+from orchestrator.store import jobs
+from orchestrator.store.batcher import Batcher
+from orchestrator.store.database import Database
+from orchestrator.store.jobs import Claim, Claimant, End, NotClaimed, Settled, Start
+from orchestrator.stream.hub import Hub
+from orchestrator.stream.lane import Lane
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+log = logging.getLogger(__name__)
+
+#: Seconds between tries while the database is away. Results wait in memory meanwhile.
+RETRY_EVERY_S = 0.5
+#: Seconds that ends wait for a claim to share their transaction, while the lane is busy.
+LINGER_S = 0.01
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing that happened to a job, and the entry that brought the job."""
+
+    event: Start | End
+    entry_id: str
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Jobs that were delivered and may be claimed."""
+
+    job_ids: tuple[str, ...]
+
+
+Answers = dict[str, Claim | NotClaimed]
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A job whose end is committed, and the entry to acknowledge."""
+
+    settled: Settled
+    entry_id: str
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What one transaction writes, and what came of it."""
+
+    starts: list[Start]
+    ends: list[End]
+    offers: list[Offer]
+
+
+class Ledger:
+    def __init__(
+        self,
+        db: Database,
+        hub: Hub,
+        lane: Lane,
+        by: Claimant,
+        policy: RetryPolicy,
+        *,
+        memory_for: Callable[[str], int | None],
+        held: Callable[[], set[str]],
+        claim_is_near: Callable[[], bool],
+        on_settled: Callable[[Sequence[Settled]], None],
+    ) -> None:
+        self._db = db
+        self._hub = hub
+        self._lane = lane
+        self._by = by
+        self._policy = policy
+        self._memory_for = memory_for
+        self._held = held
+        self._on_settled = on_settled
+        self._give_up = threading.Event()
+        # Ends wait a moment for the claim that follows them, when one is about to.
+        self._batcher: Batcher[Note | Offer, Answers] = Batcher(
+            "ledger",
+            self._flush,
+            linger=lambda: LINGER_S if claim_is_near() else 0.0,
+            urgent=lambda item: isinstance(item, Offer),
+        )
+        self._acks: Batcher[list[_Ended], None] = Batcher("acknowledger", self._acknowledge, weight=len)
+
+    def note(self, event: Start | End, entry_id: str) -> None:
+        """Write this down soon; nobody waits for it."""
+        self._batcher.post(Note(event, entry_id))
+
+    def claim(self, job_ids: Sequence[str]) -> Future[Answers]:
+        """Claim these jobs, with their leases."""
+        return self._batcher.submit(Offer(tuple(job_ids)))
+
+    def close(self, timeout_s: float) -> None:
+        """Write what waits; give up on it after `timeout_s` (the leader then finds those jobs unowned)."""
+        if not self._batcher.close(timeout_s):
+            log.error("gave up on unwritten results", extra={"after_s": timeout_s})
+            self._give_up.set()
+            self._batcher.close(timeout_s)
+        self._acks.close(timeout_s)
+
+    def _flush(self, items: list[Note | Offer]) -> list[Answers | Exception]:
+        notes = [item for item in items if isinstance(item, Note)]
+        ended = {note.event.job_id: note for note in notes if isinstance(note.event, End)}
+        # A start whose end is known already needs no write of its own.
+        starts = [n.event for n in notes if isinstance(n.event, Start) and n.event.job_id not in ended]
+        ends = [note.event for note in ended.values() if isinstance(note.event, End)]
+        offers = [item for item in items if isinstance(item, Offer)]
+        try:
+            settled, answers = self._write(_Turn(starts, ends, offers))
+        except DatabaseUnavailable as away:
+            # Claims are given back to whoever asked; ends must be written, whenever that is.
+            settled, answers = self._write_later(_Turn(starts, ends, [])), [away] * len(offers)
+        if settled:
+            self._acks.post([_Ended(item, ended[item.end.job_id].entry_id) for item in settled])
+        self._on_settled(settled)
+        replies = iter(answers)
+        return [next(replies) if isinstance(item, Offer) else {} for item in items]
+
+    def _write(self, turn: _Turn) -> tuple[list[Settled], list[Answers | Exception]]:
+        try:
+            return self._db.write(lambda conn: self._turn(conn, turn, jobs.finish_all))
+        except jobs.NotAllOwned:  # rolled back; now find out which
+            return self._db.write(lambda conn: self._turn(conn, turn, None))
+
+    def _turn(
+        self,
+        conn: Connection,
+        turn: _Turn,
+        shortcut: Callable[[Connection, Claimant, Sequence[End]], list[Settled]] | None,
+    ) -> tuple[list[Settled], list[Answers | Exception]]:
+        if shortcut and not turn.starts and jobs.all_done(turn.ends):
+            settled = shortcut(conn, self._by, turn.ends)
+        else:
+            settled = jobs.record(conn, self._by, turn.starts, turn.ends, self._policy)
+        held = self._held() - {end.job_id for end in turn.ends}
+        answers: list[Answers | Exception] = [
+            jobs.claim(conn, self._by, offer.job_ids, self._memory_for, held) for offer in turn.offers
+        ]
+        return settled, answers
+
+    def _write_later(self, turn: _Turn) -> list[Settled]:
+        while True:
+            if self._give_up.wait(RETRY_EVERY_S):
+                raise DatabaseUnavailable("gave up")
+            try:
+                return self._write(turn)[0]
+            except DatabaseUnavailable as away:
+                log.warning(
+                    "results wait for the database", extra={"jobs": len(turn.ends), "error": str(away)}
+                )
+
+    def _acknowledge(self, groups: list[list[_Ended]]) -> list[None]:
+        ended = [item for group in groups for item in group]
+        try:
+            self._hub.bury([letter for item in ended if (letter := dead_letter(item.settled, item.entry_id))])
+            self._lane.ack([item.entry_id for item in ended])
+        except RedisUnavailable as away:
+            # The leader drops entries whose job is over.
+            log.warning("acknowledgements lost", extra={"entries": len(ended), "error": str(away)})
+        return [None] * len(groups)
