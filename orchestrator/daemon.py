@@ -14,7 +14,7 @@ from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import audit, jobs, leases
+from orchestrator.store import jobs, leases
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.database import Database
 from orchestrator.store.jobs import Verdict
@@ -84,23 +84,8 @@ class Orchestrator:
         return [[next(answers) for _ in submission.jobs] for submission in submissions]
 
     def _grant(self, requests: list[LeaseRequest]) -> list[Granted | Denied]:
-        def grant(conn):  # type: ignore[no-untyped-def]
-            answers = leases.grant(conn, requests, self.settings.gpu_stale_s)
-            audit.record(conn, [_lease_event(answer) for answer in answers if isinstance(answer, Granted)])
-            return answers
-
-        answers: list[Granted | Denied] = self.db.write(grant)
+        answers = leases.grant_to_clients(self.db, requests, self.settings.gpu_stale_s)
         for answer in answers:
             decision = "granted" if isinstance(answer, Granted) else "denied"
             metrics.lease_decided(decision, answer.mode if isinstance(answer, Granted) else "no_room")
         return answers
-
-
-def _lease_event(lease: Granted) -> audit.Event:
-    details = {
-        "lease": lease.key[:12],
-        "mode": lease.mode,
-        "memory_mb": lease.request.memory_mb,
-        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
-    }
-    return audit.Event("lease.granted", actor=lease.request.agent, details=details)

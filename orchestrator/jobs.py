@@ -140,8 +140,18 @@ def _default_lane(value: object) -> object:
     return DEFAULT_LANE if value is None else value
 
 
+def _iso_text(value: object) -> object:
+    """A number would be taken for seconds since 1970; only ISO 8601 is meant."""
+    if not isinstance(value, str) or value.strip().isdigit():
+        raise ValueError("give an ISO 8601 time with a zone, such as 2030-01-31T12:00:00Z")
+    return value
+
+
 def _utc(value: datetime) -> datetime:
-    return value.astimezone(UTC).replace(tzinfo=None)
+    try:
+        return value.astimezone(UTC).replace(tzinfo=None)
+    except OverflowError:
+        raise InvalidInput("earliest_start_at: beyond the calendar", "earliest_start_at") from None
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ class JobSpec(BaseModel):
     gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
     cpu_fallback: bool = False
     expected_duration_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
-    earliest_start_at: AwareDatetime | None = Field(default=None, strict=False)
+    earliest_start_at: Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_iso_text)] | None = None
     max_runtime_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     max_attempts: Annotated[int, Field(ge=1, le=100)] | None = None
     tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=32)] = []
@@ -207,6 +217,7 @@ class NewJob:
     generated_id: bool
     payload: str
     content_hash: str
+    not_before: datetime | None
     trace_context: str | None = None
 
     @classmethod
@@ -225,11 +236,8 @@ class NewJob:
             )
         options = spec.model_dump_json(exclude={"payload", "job_id"})
         digest = hashlib.sha256(f"{options}\n{payload}".encode()).hexdigest()
-        return cls(spec, spec.job_id or new_job_id(), spec.job_id is None, payload, digest, trace_context)
-
-    @property
-    def not_before(self) -> datetime | None:
-        return _utc(self.spec.earliest_start_at) if self.spec.earliest_start_at else None
+        later = _utc(spec.earliest_start_at) if spec.earliest_start_at else None
+        return cls(spec, spec.job_id or new_job_id(), spec.job_id is None, payload, digest, later, trace_context)
 
 
 def canonical_json(value: object, name: str, max_depth: int) -> str:

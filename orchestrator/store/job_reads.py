@@ -39,18 +39,23 @@ def get(conn: Connection, job_id: str) -> dict[str, Any]:
     record = _readable(row._asdict())
     record["payload"] = json.loads(row.payload)
     if row.status == Status.DONE:
-        record |= result(conn, job_id)
+        record |= _result(conn, job_id) or {"result": None}
     return record
 
 
 def result(conn: Connection, job_id: str) -> dict[str, Any]:
     """What a finished job returned. Raises JobNotFound or ResultNotFound."""
-    row = conn.execute(
-        select(results.c.attempt, results.c.result, results.c.run_seconds).where(results.c.job_id == job_id)
-    ).one_or_none()
-    if row is None:
+    found = _result(conn, job_id)
+    if found is None:
         raise ResultNotFound(job_id, status(conn, job_id))
-    return {"result": json.loads(row.result), "run_seconds": row.run_seconds}
+    return found
+
+
+def _result(conn: Connection, job_id: str) -> dict[str, Any] | None:
+    row = conn.execute(
+        select(results.c.result, results.c.run_seconds).where(results.c.job_id == job_id)
+    ).one_or_none()
+    return None if row is None else {"result": json.loads(row.result), "run_seconds": row.run_seconds}
 
 
 def status(conn: Connection, job_id: str) -> str:

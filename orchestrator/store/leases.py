@@ -12,11 +12,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, delete, select, update
+from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, token_hash
 from orchestrator.placement import GpuView, Placed, place
 from orchestrator.store import audit
+from orchestrator.store.database import Database
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import gpus, lease_gpus, leases
@@ -73,6 +75,32 @@ def grant(
     return answers
 
 
+def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], stale_s: float) -> list[Granted | Denied]:
+    """Answer requests from outside in one transaction of their own, with their audit rows."""
+
+    def work(conn: Connection) -> list[Granted | Denied]:
+        answers = grant(conn, requests, stale_s)
+        audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
+        return answers
+
+    try:
+        return db.write(work)
+    except IntegrityError:
+        # Tokens are random: the only way to meet one's own is a commit whose answer was lost. Begin anew.
+        db.write(lambda conn: free(conn, [token_hash(request.token) for request in requests]))
+        return db.write(work)
+
+
+def _granted_event(lease: Granted) -> audit.Event:
+    details = {
+        "lease": lease.key[:12],
+        "mode": lease.mode,
+        "memory_mb": lease.request.memory_mb,
+        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
+    }
+    return audit.Event("lease.granted", actor=lease.request.agent, details=details)
+
+
 def _place_all(
     conn: Connection, requests: Sequence[LeaseRequest], stale_s: float, node_id: str | None
 ) -> list[Placed | Denied]:
@@ -95,7 +123,7 @@ def _place_all(
 def snapshot(conn: Connection, stale_s: float, node_id: str | None = None) -> list[GpuView]:
     statement = _SNAPSHOT if node_id is None else _SNAPSHOT.where(gpus.c.node_id == bindparam("node"))
     rows = conn.execute(statement, {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s})
-    return [GpuView(*row[:7], fresh=bool(row.fresh)) for row in rows]
+    return [GpuView(*row[:7], bool(row.fresh)) for row in rows]
 
 
 def _propose(

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import redis
+
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
 from orchestrator.stream.lane import Lane, LaneReader
@@ -69,7 +71,10 @@ class Hub:
     def warnings(self) -> list[str]:
         """What about the server endangers delivery: evicted streams are only rebuilt after a delay."""
         with named_errors(self._settings):
-            policy = str(self._client.config_get("maxmemory-policy").get("maxmemory-policy", "unknown"))
+            try:
+                policy = str(self._client.config_get("maxmemory-policy").get("maxmemory-policy", "unknown"))
+            except redis.ResponseError as forbidden:  # managed servers keep CONFIG to themselves
+                return [f"redis maxmemory-policy cannot be read ({forbidden}); make sure it is noeviction"]
         if policy == "noeviction":
             return []
         return [f"redis maxmemory-policy is {policy}; set it to noeviction or streams may be evicted"]
