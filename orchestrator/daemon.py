@@ -14,10 +14,10 @@ from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import jobs, leases
+from orchestrator.store import leases
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.database import Database
-from orchestrator.store.jobs import Verdict
+from orchestrator.store.submit import Verdict, submit_jobs
 from orchestrator.stream.hub import Hub
 from orchestrator.telemetry import metrics
 
@@ -47,9 +47,7 @@ class Orchestrator:
         self._submits: Batcher[Submission, list[Verdict]] = Batcher(
             "submit-batcher", self._store, weight=lambda item: len(item.jobs), max_batch=1000
         )
-        self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher(
-            "lease-batcher", self._grant, max_batch=100
-        )
+        self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
 
     def start(self) -> None:
         self.publisher.start()
@@ -74,7 +72,7 @@ class Orchestrator:
     def _store(self, submissions: list[Submission]) -> list[list[Verdict]]:
         """Flush of the submit batcher: one transaction for all requests that waited, then a nudge per lane."""
         batch = [job for submission in submissions for job in submission.jobs]
-        verdicts = jobs.submit(self.db, batch, self.settings.job_retry_max)
+        verdicts = submit_jobs(self.db, batch, self.settings.job_retry_max)
         created = [job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED]
         for lane in {job.spec.pool_id for job in created}:
             self.publisher.nudge(lane)

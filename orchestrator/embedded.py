@@ -162,9 +162,7 @@ class Valkey:
                     return
             except RedisUnavailable as away:
                 if time.monotonic() > deadline:
-                    raise RedisUnavailable(
-                        f"the embedded Valkey does not answer: {away}{self._tail()}"
-                    ) from None
+                    raise RedisUnavailable(f"the embedded Valkey does not answer: {away}{self._tail()}") from None
             time.sleep(0.02)
 
     def _tail(self) -> str:

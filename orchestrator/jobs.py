@@ -4,7 +4,7 @@
        ▲                  │                  │
        └──── retry, hand_back, lost ─────────┘
 
-Nothing here touches a server. `store.jobs` has one function per arrow and takes the arrows from this table, so
+Nothing here touches a server. the store has one function per arrow and takes the arrows from this table, so
 this page is the only place that knows which state may follow which.
 """
 
@@ -172,9 +172,7 @@ class JobSpec(BaseModel):
     payload: dict[str, Any]
     job_id: Annotated[str, Field(pattern=NAME, max_length=128)] | None = None
     agent: Annotated[str, Field(pattern=NAME, max_length=128)] = "anonymous"
-    pool_id: Annotated[str, Field(pattern=NAME, max_length=128), BeforeValidator(_default_lane)] = (
-        DEFAULT_LANE
-    )
+    pool_id: Annotated[str, Field(pattern=NAME, max_length=128), BeforeValidator(_default_lane)] = DEFAULT_LANE
     model_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100), BeforeValidator(_named_priority)] = 0
     min_memory_mb: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
@@ -202,9 +200,7 @@ def _readable(invalid: ValidationError) -> InvalidInput:
     first = invalid.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
-        return InvalidInput(
-            f"unknown field {field[:80]!r}; see /openapi.json for the fields of a job", field[:80]
-        )
+        return InvalidInput(f"unknown field {field[:80]!r}; see /openapi.json for the fields of a job", field[:80])
     return InvalidInput(f"{field[:80]}: {first['msg']}", field[:80])
 
 
@@ -221,9 +217,7 @@ class NewJob:
     trace_context: str | None = None
 
     @classmethod
-    def prepare(
-        cls, body: object, max_bytes: int, max_depth: int, trace_context: str | None = None
-    ) -> NewJob:
+    def prepare(cls, body: object, max_bytes: int, max_depth: int, trace_context: str | None = None) -> NewJob:
         """Check a body and fix everything that identifies its content.
 
         Raises InvalidInput or PayloadTooLarge; nothing has been written then.
@@ -231,9 +225,7 @@ class NewJob:
         spec = JobSpec.parse(body)
         payload = canonical_json(spec.payload, "payload", max_depth)
         if len(payload.encode()) > max_bytes:
-            raise PayloadTooLarge(
-                f"payload is larger than {max_bytes} bytes; pass a reference to the data", "payload"
-            )
+            raise PayloadTooLarge(f"payload is larger than {max_bytes} bytes; pass a reference to the data", "payload")
         options = spec.model_dump_json(exclude={"payload", "job_id"})
         digest = hashlib.sha256(f"{options}\n{payload}".encode()).hexdigest()
         later = _utc(spec.earliest_start_at) if spec.earliest_start_at else None

@@ -41,9 +41,7 @@ class Refused:
     reason: str
 
 
-def place(
-    gpus: Sequence[GpuView], memory_mb: int, gpu_count: int = 1, node_id: str | None = None
-) -> Placed | Refused:
+def place(gpus: Sequence[GpuView], memory_mb: int, gpu_count: int = 1, node_id: str | None = None) -> Placed | Refused:
     """Choose `gpu_count` GPUs of one node with `memory_mb` free on each, all or nothing."""
     candidates = [gpu for gpu in gpus if node_id in (None, gpu.node_id)]
     fitting: dict[str, list[GpuView]] = {}
@@ -76,9 +74,7 @@ def _why_not(gpus: Sequence[GpuView], memory_mb: int, gpu_count: int, node_id: s
     place_name = f"node {node_id}" if node_id else "the cluster"
     if not gpus:
         return f"no GPU is known on {place_name}"
-    wanted = (
-        f"{memory_mb} MB" if gpu_count == 1 else f"{memory_mb} MB on each of {gpu_count} GPUs of one node"
-    )
+    wanted = f"{memory_mb} MB" if gpu_count == 1 else f"{memory_mb} MB on each of {gpu_count} GPUs of one node"
     shown = [f"{gpu.node_id}/{gpu.gpu_index}: {refusal(gpu, memory_mb) or 'fits'}" for gpu in gpus[:4]]
     more = f" and {len(gpus) - 4} more" if len(gpus) > 4 else ""
     return f"needs {wanted}; {', '.join(shown)}{more}"

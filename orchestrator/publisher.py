@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from orchestrator.errors import Unavailable
 from orchestrator.settings import Settings
@@ -88,7 +89,7 @@ class Publisher:
         # Refilled when half empty: one transaction for many jobs instead of one for each that leaves.
         while room - total >= (window + 1) // 2 or 0 < total < room:
             size = min(room - total, CHUNK)
-            ready = self._db.write(lambda conn, size=size: outbox.take(conn, lane_name, size))
+            ready = self._db.write(partial(outbox.take, lane=lane_name, limit=size))
             if ready:
                 lane.announce(ready)
                 total += len(ready)

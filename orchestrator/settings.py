@@ -256,9 +256,7 @@ RELATIONS = (
     Relation("worker_heartbeat_s", 3, "lease_ttl_s", "two lost heartbeats must not cost the lease"),
     Relation("lease_ttl_s", 1, "lease_ttl_max_s", "the default lease must itself be allowed"),
     Relation("gpu_sample_s", 3, "gpu_stale_s", "two lost samples must not close the gate"),
-    Relation(
-        "leader_interval_s", 3, "leader_ttl_s", "two renewals may be lost", reserve="leader_trust_margin_s"
-    ),
+    Relation("leader_interval_s", 3, "leader_ttl_s", "two renewals may be lost", reserve="leader_trust_margin_s"),
     Relation("redis_block_ms", 1, "redis_timeout_s", "an idle read is no dead server", strict=True),
     Relation("worker_heartbeat_s", 2, "claim_idle_ms", "an entry is not idle before its owner could say so"),
     Relation("lane_window_min", 1, "lane_window_max", "the window needs room"),

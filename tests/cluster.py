@@ -42,7 +42,9 @@ class Member:
                 raise AssertionError(f"ended with {self.process.returncode}:\n{self.tail()}")
             return re.search(pattern, self.log.read_text())
 
-        return wait_until(look, timeout=timeout, what=f"{pattern!r} in {self.log.name}")
+        found = wait_until(look, timeout=timeout, what=f"{pattern!r} in {self.log.name}")
+        assert found is not None
+        return found
 
     def tail(self) -> str:
         return self.log.read_text()[-4000:]

@@ -11,10 +11,13 @@ from sqlalchemy import event, insert, select, update
 
 from orchestrator.gpu import Gpu
 from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
-from orchestrator.store import audit, jobs, nodes, schema
+from orchestrator.store import audit, nodes, schema
+from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now, utc_shift
-from orchestrator.store.jobs import Claim, Claimant, End, NotClaimed, Outcome, Settled, Start, Verdict
+from orchestrator.store.moves import Claimant
+from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
+from orchestrator.store.submit import Verdict, submit_jobs
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=60.0, max_crashes=2)
 GATE_PCT = 90
@@ -28,7 +31,7 @@ def new_job(**fields: Any) -> NewJob:
 def submit(db: Database, count: int = 1, **fields: Any) -> list[str]:
     """Submit `count` equal jobs; their ids, in order."""
     batch = [new_job(**fields) for _ in range(count)]
-    assert set(jobs.submit(db, batch, default_max_attempts=5)) == {Verdict.CREATED}
+    assert set(submit_jobs(db, batch, default_max_attempts=5)) == {Verdict.CREATED}
     return [job.job_id for job in batch]
 
 
@@ -61,7 +64,7 @@ class Hand:
         self, *job_ids: str, memory_mb: int | None = 0, held: Collection[str] = ()
     ) -> dict[str, Claim | NotClaimed]:
         """Try to claim; `memory_mb` is the handler's need, None for a worker without a handler."""
-        return self.db.write(lambda conn: jobs.claim(conn, self.by, job_ids, lambda _type: memory_mb, held))
+        return self.db.write(lambda conn: claim_jobs(conn, self.by, job_ids, lambda _type: memory_mb, held))
 
     def claim(self, *job_ids: str, memory_mb: int = 0) -> list[Any]:
         answers = self.offer(*job_ids, memory_mb=memory_mb)
@@ -73,12 +76,12 @@ class Hand:
         self, starts: Collection[Start] = (), ends: Collection[End] = (), policy: RetryPolicy = POLICY
     ) -> list[Settled]:
         """As a worker does: the short way when all is done, the long one when that finds a stranger."""
-        if not starts and jobs.all_done([*ends]):
+        if not starts and all_done([*ends]):
             try:
-                return self.db.write(lambda conn: jobs.finish_all(conn, self.by, [*ends]))
-            except jobs.NotAllOwned:
+                return self.db.write(lambda conn: finish_all(conn, self.by, [*ends]))
+            except NotAllOwned:
                 pass
-        return self.db.write(lambda conn: jobs.record(conn, self.by, [*starts], [*ends], policy))
+        return self.db.write(lambda conn: record(conn, self.by, [*starts], [*ends], policy))
 
     def start(self, *claims: Claim) -> None:
         self.record(starts=[Start(claim.job_id, claim.attempt) for claim in claims])

@@ -239,9 +239,7 @@ class MariaDB(Server):
         return self.url_of(name)
 
     def connect(self) -> pymysql.Connection:
-        return pymysql.connect(
-            host="127.0.0.1", port=self.port, user="root", connect_timeout=5, read_timeout=30
-        )
+        return pymysql.connect(host="127.0.0.1", port=self.port, user="root", connect_timeout=5, read_timeout=30)
 
     def command(self) -> list[str]:
         return [

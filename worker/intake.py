@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from orchestrator.errors import DatabaseUnavailable, Unavailable
 from orchestrator.settings import Settings
 from orchestrator.store import outbox
+from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.database import Database
-from orchestrator.store.jobs import Claim, NotClaimed
 from orchestrator.stream.hub import DeadLetter, Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
 from worker.ledger import Ledger
@@ -146,7 +146,7 @@ class Intake:
             self._reader.look_back()  # the entries are ours and pending: read them again
             raise
         self._claim_s = time.monotonic() - started
-        done_with = [entry.entry_id for entry in entries if entry is not by_job.get(entry.job_id)]
+        done_with = [entry.entry_id for entry in entries if not entry.job_id or entry is not by_job[entry.job_id]]
         letters = [_letter(entry, "malformed") for entry in entries if not entry.job_id]
         claims = []
         for job_id, answer in answers.items():
@@ -171,6 +171,4 @@ class Intake:
 
 
 def _letter(entry: Entry, reason: str) -> DeadLetter:
-    return DeadLetter(
-        entry.job_id or "", entry.entry_id, 0, f"entry {entry.entry_id} names no known job", reason
-    )
+    return DeadLetter(entry.job_id or "", entry.entry_id, 0, f"entry {entry.entry_id} names no known job", reason)

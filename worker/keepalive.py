@@ -18,8 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class Keepalive:
-    """Beats until stopped. `on_lost` is called once when this worker must give up what it runs: the leader gave its
-    jobs away, or its leases ran out because no heartbeat got through.
+    """Beats until stopped.
+
+    `on_lost` is called once when this worker must give up what it runs: the leader gave its jobs away, or its
+    leases ran out because no heartbeat got through.
     """
 
     def __init__(
@@ -72,9 +74,7 @@ class Keepalive:
             except Exception:
                 log.exception("heartbeat broke")
             if self._leases_over():
-                log.error(
-                    "leases ran out", extra={"silent_s": round(time.monotonic() - self._last_success, 1)}
-                )
+                log.error("leases ran out", extra={"silent_s": round(time.monotonic() - self._last_success, 1)})
                 self._on_lost()
                 return
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
 from orchestrator.jobs import RetryPolicy
 from orchestrator.leader.duties import dead_letter
-from orchestrator.store import jobs
 from orchestrator.store.batcher import Batcher
+from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
-from orchestrator.store.jobs import Claim, Claimant, End, NotClaimed, Settled, Start
+from orchestrator.store.moves import Claimant
+from orchestrator.store.settle import End, NotAllOwned, Settled, Start, all_done, finish_all, record
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
 
@@ -138,8 +139,8 @@ class Ledger:
 
     def _write(self, turn: _Turn) -> tuple[list[Settled], list[Answers | Exception]]:
         try:
-            return self._db.write(lambda conn: self._turn(conn, turn, jobs.finish_all))
-        except jobs.NotAllOwned:  # rolled back; now find out which
+            return self._db.write(lambda conn: self._turn(conn, turn, finish_all))
+        except NotAllOwned:  # rolled back; now find out which
             return self._db.write(lambda conn: self._turn(conn, turn, None))
 
     def _turn(
@@ -148,13 +149,13 @@ class Ledger:
         turn: _Turn,
         shortcut: Callable[[Connection, Claimant, Sequence[End]], list[Settled]] | None,
     ) -> tuple[list[Settled], list[Answers | Exception]]:
-        if shortcut and not turn.starts and jobs.all_done(turn.ends):
+        if shortcut and not turn.starts and all_done(turn.ends):
             settled = shortcut(conn, self._by, turn.ends)
         else:
-            settled = jobs.record(conn, self._by, turn.starts, turn.ends, self._policy)
+            settled = record(conn, self._by, turn.starts, turn.ends, self._policy)
         held = self._held() - {end.job_id for end in turn.ends}
         answers: list[Answers | Exception] = [
-            jobs.claim(conn, self._by, offer.job_ids, self._memory_for, held) for offer in turn.offers
+            claim_jobs(conn, self._by, offer.job_ids, self._memory_for, held) for offer in turn.offers
         ]
         return settled, answers
 
@@ -165,9 +166,7 @@ class Ledger:
             try:
                 return self._write(turn)[0]
             except DatabaseUnavailable as away:
-                log.warning(
-                    "results wait for the database", extra={"jobs": len(turn.ends), "error": str(away)}
-                )
+                log.warning("results wait for the database", extra={"jobs": len(turn.ends), "error": str(away)})
 
     def _acknowledge(self, groups: list[list[_Ended]]) -> list[None]:
         ended = [item for group in groups for item in group]

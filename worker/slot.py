@@ -63,7 +63,7 @@ class Slot:
             return _failed("permanent", permanent), ""
         except Retry as retry:
             return _failed("transient", retry) | {"retry_after_s": retry.after}, ""
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a handler raises is its answer
             return _failed("transient", error) | {"error": traceback.format_exc(limit=-8)}, ""
         return self._checked(value)
 
@@ -106,9 +106,7 @@ def _failed(kind: str, error: BaseException) -> dict[str, Any]:
 def main() -> None:
     fd, parent_pid, result_limit, *modules = sys.argv[1:]
     wire.die_with_parent(int(parent_pid))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the supervisor, which decides what happens here
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides what happens here
     os.set_inheritable(int(fd), False)
     pipe = Connection(int(fd))
     try:

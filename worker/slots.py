@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from orchestrator.jobs import ErrorKind
-from orchestrator.store.jobs import Claim, End, Outcome
+from orchestrator.store.claim import Claim
+from orchestrator.store.settle import End, Outcome
 from worker import wire
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,7 @@ class SlotEvents:
 
 
 class SlotPool:
-    def __init__(
-        self, count: int, command: list[str], environment: dict[str, str], events: SlotEvents
-    ) -> None:
+    def __init__(self, count: int, command: list[str], environment: dict[str, str], events: SlotEvents) -> None:
         self._count = count
         self._command = command
         self._environment = environment
@@ -115,6 +114,10 @@ class SlotPool:
         except OSError:
             self._kill(slot)  # it died just now; the loop answers for the job
         return True
+
+    def memory_for(self, type: str) -> int | None:
+        """Default need in MB of this job type's handler; None when there is no handler."""
+        return self.memory.get(type)
 
     @property
     def quick(self) -> bool:

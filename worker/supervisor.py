@@ -21,9 +21,11 @@ from orchestrator.jobs import DEFAULT_LANE, HAND_BACK, RETRY, RetryPolicy
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import nodes
+from orchestrator.store.claim import Claim
 from orchestrator.store.database import Database
-from orchestrator.store.jobs import Claim, Claimant, End, Outcome, Settled, Start
+from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
+from orchestrator.store.settle import End, Outcome, Settled, Start
 from orchestrator.stream.hub import Hub
 from worker.intake import Held, Intake
 from worker.keepalive import Keepalive
@@ -48,9 +50,7 @@ class Session:
         self._node_id = settings.node_id or socket.gethostname()
         self.worker_id = instance_id()
         self._gpus = backend(settings.gpu_backend, self._node_id, settings.data_dir)
-        self._by = Claimant(
-            self.worker_id, self._node_id, self._lane.name, settings.lease_ttl_s, settings.gpu_stale_s
-        )
+        self._by = Claimant(self.worker_id, self._node_id, self._lane.name, settings.lease_ttl_s, settings.gpu_stale_s)
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
         self._counts = {"done": 0, "failed": 0}
@@ -75,7 +75,7 @@ class Session:
             self._lane,
             self._by,
             policy,
-            memory_for=lambda type: self._slots.memory.get(type),
+            memory_for=self._slots.memory_for,
             held=self._held.job_ids,
             claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
             on_settled=self._settled,
@@ -157,9 +157,7 @@ class Session:
 
     def _refused(self, claim: Claim) -> None:
         """Claimed, but its slot went away meanwhile."""
-        self._ended(
-            claim, End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="no slot was free any more")
-        )
+        self._ended(claim, End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="no slot was free any more"))
 
     def _progressed(self, claim: Claim, fraction: float, note: str) -> None:
         self._progress[claim.job_id] = (claim.attempt, fraction, note)
@@ -173,9 +171,7 @@ class Session:
 
     def _beat(self) -> Beat:
         progress = tuple((job_id, *report) for job_id, report in list(self._progress.items()))
-        return Beat(
-            self._slots.busy(), self._counts["done"], self._counts["failed"], self._draining, progress
-        )
+        return Beat(self._slots.busy(), self._counts["done"], self._counts["failed"], self._draining, progress)
 
     def _on_lost(self) -> None:
         self.lost = True

@@ -17,7 +17,7 @@ from orchestrator.errors import DatabaseUnavailable
 from orchestrator.jobs import NewJob
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.store import job_reads
-from orchestrator.store.jobs import Verdict
+from orchestrator.store.submit import Verdict
 
 T = TypeVar("T")
 

@@ -90,9 +90,7 @@ def _gpus(gpus: list[dict[str, Any]]) -> dict[str, Values]:
     return {
         "leases_free": {none: len(free)},
         # A stale sample says nothing about now.
-        "gpu_mem_used_pct": {
-            key: 100 * gpu["used_mb"] / gpu["total_mb"] for key, gpu in keyed if gpu["fresh"]
-        },
+        "gpu_mem_used_pct": {key: 100 * gpu["used_mb"] / gpu["total_mb"] for key, gpu in keyed if gpu["fresh"]},
         "gpu_mem_foreign_mb": {key: gpu["foreign_mb"] for key, gpu in keyed if gpu["fresh"]},
         "gpu_mem_leased_mb": {key: gpu["leased_mb"] for key, gpu in keyed},
     }

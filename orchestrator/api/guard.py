@@ -38,9 +38,7 @@ class Guard:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            return WrongHost(
-                "the Host header must be localhost, a loopback address or the address we listen on"
-            )
+            return WrongHost("the Host header must be localhost, a loopback address or the address we listen on")
         own = f"{scope['scheme']}://{hosts[0]}".lower()
         foreign = [origin for origin in headers.getlist("origin") if origin.lower() != own]
         if foreign and scope["method"] not in _SAFE:

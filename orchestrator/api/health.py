@@ -32,9 +32,7 @@ async def readyz(api: Api) -> Json:
     database, redis = await _ask(api.probes.database), await _ask(api.probes.redis)
     if isinstance(database, Unavailable):
         return Json({"status": "unready", "reasons": [f"database: {database}"]}, 503)
-    return Json(
-        {"status": "ready", "degraded": [f"redis: {redis}"] if isinstance(redis, Unavailable) else redis}
-    )
+    return Json({"status": "ready", "degraded": [f"redis: {redis}"] if isinstance(redis, Unavailable) else redis})
 
 
 @router.get("/health")
@@ -53,9 +51,7 @@ async def health(api: Api) -> Json:
         "instance": api.orchestrator.holder,
         "database": {"ok": not down} | _error(term),
         "redis": {"ok": not isinstance(redis, Unavailable)} | (_error(redis) or {"warnings": redis}),
-        "workers": _error(pools)
-        if isinstance(pools, Unavailable)
-        else {"alive": sum(p.workers for p in pools)},
+        "workers": _error(pools) if isinstance(pools, Unavailable) else {"alive": sum(p.workers for p in pools)},
         "leader": _error(term) if isinstance(term, Unavailable) else asdict(term),
     }
     return Json(body, 503 if down else 200)

@@ -48,7 +48,7 @@ async def request_lease(request: Request, api: Api) -> Json:
 @router.get("")
 async def active(api: Api) -> Json:
     """The leases that are held, oldest first; `lease` is the name the audit trail uses and opens nothing."""
-    return Json({"leases": [_shown(lease) for lease in await api.read(leases.active)]})
+    return Json({"leases": await api.read(leases.active)})
 
 
 @router.post("/{token}/heartbeat")
@@ -96,7 +96,3 @@ def _granted(lease: Granted) -> dict[str, Any]:
 
 def _denied(answer: Denied) -> dict[str, Any]:
     return {"granted": False, "reason": answer.reason, "retry_after": answer.retry_after_s}
-
-
-def _shown(lease: dict[str, Any]) -> dict[str, Any]:
-    return {"lease": lease["token"][:12]} | {key: value for key, value in lease.items() if key != "token"}

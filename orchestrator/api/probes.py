@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import DatabaseUnavailable, Unavailable
 from orchestrator.store import job_reads, leadership
-from orchestrator.store import jobs as job_store
 from orchestrator.store.leadership import Leadership
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Probes:
         db, name = self._orchestrator.db, self._orchestrator.settings.leader_lock
         db.ping()
         try:
-            db.read(lambda conn: job_store.statuses(conn, [""]))
+            db.read(lambda conn: job_reads.statuses(conn, [""]))
             return db.read(lambda conn: leadership.current(conn, name))
         except Exception as missing:  # noqa: BLE001 - it just answered a ping, so it must be the tables
             hint = "its tables cannot be read; run `gpuorch migrate`"

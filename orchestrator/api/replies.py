@@ -20,9 +20,7 @@ class Json(Response):
 
 
 def _dump(content: Any, *, ensure_ascii: bool) -> str:
-    return json.dumps(
-        content, ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"), default=_plain
-    )
+    return json.dumps(content, ensure_ascii=ensure_ascii, allow_nan=False, separators=(",", ":"), default=_plain)
 
 
 def _plain(value: object) -> str:

@@ -14,8 +14,8 @@ from orchestrator.api.problems import describe
 from orchestrator.api.replies import Json
 from orchestrator.errors import InvalidInput, JobConflict, JobNotFound, OrchestratorError, PayloadTooLarge
 from orchestrator.jobs import JobSpec, NewJob, Status
-from orchestrator.store import jobs as job_store
-from orchestrator.store.jobs import Verdict
+from orchestrator.store.job_reads import statuses
+from orchestrator.store.submit import Verdict
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
@@ -79,14 +79,7 @@ async def submit_batch(request: Request, api: Api) -> Json:
 
 
 def prepare(api: Backend, body: object, context: str | None) -> NewJob:
-    job = NewJob.prepare(body, api.settings.payload_max_bytes, api.settings.payload_max_depth, context)
-    try:
-        _ = job.not_before
-    except OverflowError:
-        raise InvalidInput(
-            "earliest_start_at: outside of the years 1 to 9999 in UTC", "earliest_start_at"
-        ) from None
-    return job
+    return NewJob.prepare(body, api.settings.payload_max_bytes, api.settings.payload_max_depth, context)
 
 
 def trace_context(request: Request) -> str | None:
@@ -96,7 +89,7 @@ def trace_context(request: Request) -> str | None:
 
 
 async def _statuses(api: Backend, job_ids: list[str]) -> dict[str, Status]:
-    return await api.read(lambda conn: job_store.statuses(conn, job_ids))
+    return await api.read(lambda conn: statuses(conn, job_ids))
 
 
 def _items(body: object, most: int) -> list[object]:
@@ -117,9 +110,7 @@ def _try_prepare(api: Backend, item: object, context: str | None) -> NewJob | Or
         return refused
 
 
-def _answer(
-    job: NewJob | OrchestratorError, verdict: Verdict | None, statuses: dict[str, Status]
-) -> dict[str, Any]:
+def _answer(job: NewJob | OrchestratorError, verdict: Verdict | None, statuses: dict[str, Status]) -> dict[str, Any]:
     if isinstance(job, OrchestratorError):
         return {"error": describe(job)}
     if verdict is Verdict.CONFLICT:

@@ -47,9 +47,7 @@ class LazyCommands(click.Group):
         return command
 
 
-@click.group(
-    cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="gpuorch")
 def gpuorch() -> None:
     """GPU job orchestrator: MariaDB remembers, Redis Streams delivers, workers hold GPU leases.

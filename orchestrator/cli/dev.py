@@ -95,9 +95,7 @@ def _require_free_port(settings: Settings) -> None:
 def _note_unused(loaded: Loaded) -> None:
     for key in ("database_url", "redis_url"):
         if loaded.sources[key] != "default":
-            click.echo(
-                f"gpuorch dev brings its own servers: {key} ({loaded.sources[key]}) is not used", err=True
-            )
+            click.echo(f"gpuorch dev brings its own servers: {key} ({loaded.sources[key]}) is not used", err=True)
 
 
 def _announcer(settings: Settings) -> Callable[[str], None]:

@@ -71,9 +71,7 @@ def _database(db: Database) -> Iterator[Finding]:
     oldest = OLDEST_DATABASE[name]
     detail = f"{safe_url(db.settings.database_url)}, version {_dotted(numbers)}, {isolation}"
     new_enough = numbers >= oldest
-    yield Finding(
-        "database", new_enough, detail + ("" if new_enough else f"; needs {_dotted(oldest)} or later")
-    )
+    yield Finding("database", new_enough, detail + ("" if new_enough else f"; needs {_dotted(oldest)} or later"))
 
 
 def _clock(db: Database) -> Iterator[Finding]:
@@ -108,9 +106,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     yield Finding("maxmemory-policy", safe, policy + hint)
     # Not a fault: what a restart loses is published again from the database.
     kept = found.get("appendonly") == "yes"
-    yield Finding(
-        "appendonly", ok=True, detail="yes" if kept else "no; a restart of Redis delays jobs, loses none"
-    )
+    yield Finding("appendonly", ok=True, detail="yes" if kept else "no; a restart of Redis delays jobs, loses none")
 
 
 def _gpus(settings: Settings) -> Iterator[Finding]:

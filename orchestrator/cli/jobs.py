@@ -59,9 +59,7 @@ def get(api: Api, job_id: str, *, wait_s: float, as_json: bool) -> None:
 
 @jobs.command()
 @click.argument("job_id")
-@click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1)."
-)
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1).")
 @with_api
 @as_json
 def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> int:

@@ -21,9 +21,7 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=False))
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str = "nothing to show"
-) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str = "nothing to show") -> None:
     """One line per row, cut to the terminal's width; piped, nothing is cut."""
     lines = [[_cell(row.get(column)) for column in columns] for row in rows]
     if not lines:

@@ -42,6 +42,4 @@ def require_schema(db: Database) -> None:
     if migrations.pending(db):
         current, head = migrations.current_revision(db) or "empty", migrations.head_revision()
         where = safe_url(db.settings.database_url)
-        raise ConfigError(
-            f"the schema of {where} is {current}, this version needs {head}; run: gpuorch migrate"
-        )
+        raise ConfigError(f"the schema of {where} is {current}, this version needs {head}; run: gpuorch migrate")

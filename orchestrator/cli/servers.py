@@ -18,9 +18,7 @@ from orchestrator.telemetry import logs
 
 @click.command()
 @with_settings("host", "port", "database_url", "redis_url", "log_level", "log_format")
-@click.option(
-    "--migrate/--no-migrate", "migrate_first", help="Bring the schema up to date first (default: no)."
-)
+@click.option("--migrate/--no-migrate", "migrate_first", help="Bring the schema up to date first (default: no).")
 def serve(loaded: Loaded, *, migrate_first: bool) -> None:
     """Serve the HTTP API and stand for leader. Needs a migrated database and Redis."""
     settings = loaded.settings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from orchestrator import jobs as job_rules
 from orchestrator.errors import UnknownDuty
@@ -15,8 +16,10 @@ from orchestrator.jobs import OWNED, RetryPolicy, Status
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import jobs, leases, nodes, outbox
-from orchestrator.store.jobs import Claimant, Settled
+from orchestrator.store import leases, nodes, outbox
+from orchestrator.store.job_reads import statuses
+from orchestrator.store.moves import Claimant
+from orchestrator.store.settle import Settled, take_from_dead
 from orchestrator.stream.hub import DeadLetter, Hub
 from orchestrator.stream.lane import Lane
 
@@ -89,8 +92,7 @@ def _reclaim_jobs(context: DutyContext) -> int:
     rescued = 0
     for worker in context.term.db.read(lambda conn: nodes.lost_with_jobs(conn, BATCH)):
         dead = Claimant(worker.worker_id, worker.node_id, worker.pool_id, 0.0, 0.0)
-        policy = context.retry_policy
-        settled = context.term.write(lambda conn, dead=dead: jobs.take_from_dead(conn, dead, policy, BATCH))
+        settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
         context.hub.bury([letter for item in settled if (letter := dead_letter(item))])
         rescued += len(settled)
     return rescued
@@ -101,9 +103,7 @@ def dead_letter(item: Settled, entry_id: str = "") -> DeadLetter | None:
     if item.arrow is not job_rules.BURY:
         return None
     end = item.end
-    return DeadLetter(
-        end.job_id, entry_id, end.attempt, end.error or "", str(end.error_kind or "attempts_used_up")
-    )
+    return DeadLetter(end.job_id, entry_id, end.attempt, end.error or "", str(end.error_kind or "attempts_used_up"))
 
 
 def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
@@ -115,7 +115,7 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     idle = lane.take_idle(context.cursors.get(lane.name, "0-0"), context.settings.claim_idle_ms, BATCH)
     context.cursors[lane.name] = idle.cursor
     ids = [entry.job_id for entry in idle.entries if entry.job_id]
-    status = context.term.db.read(lambda conn: jobs.statuses(conn, ids)) if ids else {}
+    status = context.term.db.read(lambda conn: statuses(conn, ids)) if ids else {}
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
     context.term.write(lambda conn: outbox.unpublish(conn, waiting))
     drop = [entry.entry_id for entry in idle.entries if status.get(entry.job_id or "") not in OWNED]

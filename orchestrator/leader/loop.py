@@ -93,9 +93,7 @@ class LeaderLoop:
             try:
                 return duty.run(context)
             except StaleEpoch:
-                log.warning(
-                    "a newer leader works already", extra={"duty": duty.name, "epoch": context.term.epoch}
-                )
+                log.warning("a newer leader works already", extra={"duty": duty.name, "epoch": context.term.epoch})
             except OrchestratorError as away:
                 metrics.duty_failed(duty.name)
                 log.warning("duty failed", extra={"duty": duty.name, "error": str(away)})

@@ -93,9 +93,7 @@ class Candidate:
         if self._lock is not None and not (self._lock.held() or self._lock.acquire()):
             return
         ttl, lock_held = self._settings.leader_ttl_s, self._lock is not None
-        epoch = self._db.write(
-            lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held)
-        )
+        epoch = self._db.write(lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held))
         if epoch is not None:
             self._term = Term(self._db, name, epoch, began=time.monotonic())
             self._trust_from(started)
@@ -133,8 +131,6 @@ def borrow(db: Database, settings: Settings, holder: str) -> Term:
     if now.alive:
         return Term(db, settings.leader_lock, now.epoch)
     epoch = db.write(
-        lambda conn: leadership.take(
-            conn, settings.leader_lock, holder, settings.leader_ttl_s, lock_held=False
-        )
+        lambda conn: leadership.take(conn, settings.leader_lock, holder, settings.leader_ttl_s, lock_held=False)
     )
     return borrow(db, settings, holder) if epoch is None else Term(db, settings.leader_lock, epoch)

@@ -6,7 +6,7 @@ their functions take a connection inside a transaction, so that several of them 
 job and taking its lease is such a pair).
 
 Rules that hold in here:
-- every change of a job's status goes through `jobs._move`, guarded by status and attempt;
+- every change of a job's status goes through `moves.move`, guarded by status and attempt;
 - the audit row is written in the transaction of the change it describes;
 - time is the database's clock (`dialect.utc_now`), never the host's;
 - every function may be run again from its start after a lost connection: it then finds its own work done.

@@ -41,9 +41,7 @@ def record(conn: Connection, events: Sequence[Event]) -> None:
 
 def of_job(conn: Connection, job_id: str, after_id: int = 0, limit: int = 1000) -> list[dict[str, Any]]:
     """A job's history, oldest first."""
-    page = (
-        select(audit).where(audit.c.job_id == job_id, audit.c.id > after_id).order_by(audit.c.id).limit(limit)
-    )
+    page = select(audit).where(audit.c.job_id == job_id, audit.c.id > after_id).order_by(audit.c.id).limit(limit)
     return [_readable(row._asdict()) for row in conn.execute(page)]
 
 

@@ -23,7 +23,9 @@ Outcome = TypeVar("Outcome")
 
 
 class Batcher(Generic[Item, Outcome]):
-    """`flush` takes items and returns one outcome each, in order; an outcome that is an exception is raised to
+    """Collects items and flushes them together.
+
+    `flush` takes items and returns one outcome each, in order; an outcome that is an exception is raised to
     that item's caller alone. `weight` counts what an item adds to a batch (an item may be a list itself).
 
     When `flush` itself raises, the batch is halved until the item at fault stands alone, so one bad item never
@@ -82,9 +84,7 @@ class Batcher(Generic[Item, Outcome]):
             if len(self._waiting) >= self._max_waiting:
                 raise Overloaded(f"{self._thread.name}: {len(self._waiting)} writes wait already")
             self._waiting.append((item, future))
-            if self._asleep or self._urgent(
-                item
-            ):  # waking a thread costs more than most of what it is woken for
+            if self._asleep or self._urgent(item):  # waking a thread costs more than most of what it is woken for
                 self._arrived.notify()
 
     def _loop(self) -> None:

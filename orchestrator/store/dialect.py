@@ -123,7 +123,7 @@ class Dialect(Protocol):
         """Whether the server cannot serve now, whatever is asked of it."""
 
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
-        """On an autocommit engine: the lock, or None where the server's lock proves nothing and only the row may decide."""
+        """The lock, on an autocommit engine; None where it proves nothing and only the row may decide."""
 
     def migration_lock(self, engine: Engine) -> AbstractContextManager[Connection]:
         """A connection to change the schema with; meanwhile other processes wait for theirs."""
@@ -281,9 +281,7 @@ class ServerLock:
             if self._connection is None:
                 self._connection = self._engine.connect()
                 self._connection.detach()
-                self._connection.execute(
-                    text("SET SESSION wait_timeout = :limit"), {"limit": self._idle_limit_s}
-                )
+                self._connection.execute(text("SET SESSION wait_timeout = :limit"), {"limit": self._idle_limit_s})
             # NULL means error, not success.
             return self._ask(self._connection, "SELECT GET_LOCK(:name, 0)") == 1
         except SQLAlchemyError as error:
@@ -345,9 +343,7 @@ class _SecondsSince(FunctionElement[Any]):
 
 @compiles(_SecondsSince, "mysql", "mariadb")
 def _since_mysql(element: _SecondsSince, compiler: Any, **kw: Any) -> str:
-    return (
-        f"(timestampdiff(MICROSECOND, {compiler.process(element.clauses, **kw)}, utc_timestamp(6)) / 1000000)"
-    )
+    return f"(timestampdiff(MICROSECOND, {compiler.process(element.clauses, **kw)}, utc_timestamp(6)) / 1000000)"
 
 
 @compiles(_SecondsSince, "sqlite")

@@ -28,9 +28,7 @@ class Hot:
         self._compiled: dict[tuple[str, int], _Compiled] = {}
 
     def run(self, conn: Connection, ids: Sequence[str], **scalars: Any) -> CursorResult[Any]:
-        size = (
-            1 << (len(ids) - 1).bit_length()
-        )  # few sizes, so few texts; the last id stands in for the missing
+        size = 1 << (len(ids) - 1).bit_length()  # few sizes, so few texts; the last id stands in for the missing
         key = (conn.dialect.name, size)
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -68,16 +66,14 @@ def insert_rows(
         return
     usual = defaults or {}
     used = tuple(name for name in rows[0] if any(row[name] != usual.get(name) for row in rows))
-    head, placeholders, processors = _insert_parts(conn, table, used)
+    head, placeholders, processors = _insert_parts(conn.dialect, table, used)
     per_statement = MAX_PARAMETERS // len(used)
     for first in range(0, len(rows), per_statement):
         part = rows[first : first + per_statement]
         values = [row[name] for row in part for name in used]
         if processors:
             values = [
-                row[name] if (p := processors.get(name)) is None else p(row[name])
-                for row in part
-                for name in used
+                row[name] if (p := processors.get(name)) is None else p(row[name]) for row in part for name in used
             ]
         conn.exec_driver_sql(f"{head}{','.join([placeholders] * len(part))}", tuple(values))
 
@@ -85,27 +81,16 @@ def insert_rows(
 Processor = Callable[[Any], Any]
 
 
-def _insert_parts(
-    conn: Connection, table: Table, used: tuple[str, ...]
-) -> tuple[str, str, dict[str, Processor]]:
-    return _cached_parts(conn.dialect.name, conn.dialect, table, used)
-
-
 @lru_cache(maxsize=256)
-def _cached_parts(
-    _name: str, dialect: Any, table: Table, used: tuple[str, ...]
-) -> tuple[str, str, dict[str, Processor]]:
+def _insert_parts(dialect: Any, table: Table, used: tuple[str, ...]) -> tuple[str, str, dict[str, Processor]]:
     """INSERT … VALUES, one row's placeholders, and how this database wants some values converted."""
     quote = dialect.identifier_preparer.quote
     mark = "?" if dialect.paramstyle == "qmark" else "%s"
     columns = ", ".join(quote(name) for name in used)
-    processors = {
-        name: processor
-        for name in used
-        if (processor := table.c[name].type.dialect_impl(dialect).bind_processor(dialect)) is not None
-    }
-    return (
-        f"INSERT INTO {quote(table.name)} ({columns}) VALUES ",
-        f"({', '.join([mark] * len(used))})",
-        processors,
-    )
+    processors: dict[str, Processor] = {}
+    for name in used:
+        processor = table.c[name].type.dialect_impl(dialect).bind_processor(dialect)
+        if processor is not None:
+            processors[name] = processor
+    head = f"INSERT INTO {quote(table.name)} ({columns}) VALUES "  # noqa: S608 - names come from the schema
+    return head, f"({', '.join([mark] * len(used))})", processors

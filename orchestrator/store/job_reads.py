@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -52,9 +53,7 @@ def result(conn: Connection, job_id: str) -> dict[str, Any]:
 
 
 def _result(conn: Connection, job_id: str) -> dict[str, Any] | None:
-    row = conn.execute(
-        select(results.c.result, results.c.run_seconds).where(results.c.job_id == job_id)
-    ).one_or_none()
+    row = conn.execute(select(results.c.result, results.c.run_seconds).where(results.c.job_id == job_id)).one_or_none()
     return None if row is None else {"result": json.loads(row.result), "run_seconds": row.run_seconds}
 
 
@@ -72,9 +71,7 @@ def terminal_among(conn: Connection, job_ids: list[str]) -> set[str]:
     return set(job_ids) - running
 
 
-def page(
-    conn: Connection, wanted: Filter, limit: int, cursor: str | None
-) -> tuple[list[dict[str, Any]], str | None]:
+def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
     """Newest first; the cursor of the next page, or None at the end."""
     conditions = [
         column == value
@@ -160,3 +157,9 @@ def live_pools(conn: Connection) -> list[PoolLiveness]:
 
 def active_leases(conn: Connection) -> int:
     return int(conn.execute(select(func.count()).where(leases.c.state == "active")).scalar_one())
+
+
+def statuses(conn: Connection, job_ids: Sequence[str]) -> dict[str, Status]:
+    """Where each of these jobs stands; those nobody knows are left out."""
+    rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
+    return {row.job_id: Status(row.status) for row in rows}

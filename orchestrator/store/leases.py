@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Table, bindparam, delete, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
@@ -48,9 +48,7 @@ _TAKE = (
     .values(leased_mb=gpus.c.leased_mb + bindparam("need"))
 )
 _GIVE = (
-    update(gpus)
-    .where(gpus.c.gpu_uuid == bindparam("uuid"))
-    .values(leased_mb=gpus.c.leased_mb - bindparam("amount"))
+    update(gpus).where(gpus.c.gpu_uuid == bindparam("uuid")).values(leased_mb=gpus.c.leased_mb - bindparam("amount"))
 )
 _NOW = select(utc_now())
 
@@ -108,9 +106,7 @@ def _place_all(
     answers: dict[int, Placed | Denied] = {}
     open_requests = list(range(len(requests)))
     for _ in range(MAX_ROUNDS):
-        proposals = _propose(
-            snapshot(conn, stale_s, node_id), [(i, requests[i]) for i in open_requests], answers
-        )
+        proposals = _propose(snapshot(conn, stale_s, node_id), [(i, requests[i]) for i in open_requests], answers)
         open_requests = _take(conn, requests, proposals, stale_s)
         answers |= {i: placed for i, placed in proposals.items() if i not in open_requests}
         if not open_requests:
@@ -123,7 +119,7 @@ def _place_all(
 def snapshot(conn: Connection, stale_s: float, node_id: str | None = None) -> list[GpuView]:
     statement = _SNAPSHOT if node_id is None else _SNAPSHOT.where(gpus.c.node_id == bindparam("node"))
     rows = conn.execute(statement, {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s})
-    return [GpuView(*row[:7], bool(row.fresh)) for row in rows]
+    return [GpuView(**row._asdict()) for row in rows]
 
 
 def _propose(
@@ -251,9 +247,7 @@ def release(conn: Connection, token: str, actor: str | None = None) -> str:
     row = _find(conn, key, lock=True)
     if row.state == "active":
         _end(conn, [key], "released")
-        audit.record(
-            conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": key[:12]})]
-        )
+        audit.record(conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": key[:12]})])
     state: str = row.state
     return state
 
@@ -270,10 +264,7 @@ def purge(conn: Connection, limit: int = 200) -> int:
     _end(conn, [row.token for row in due], "expired")
     audit.record(
         conn,
-        [
-            audit.Event("lease.expired", actor=row.agent_name, details={"lease": row.token[:12]})
-            for row in due
-        ],
+        [audit.Event("lease.expired", actor=row.agent_name, details={"lease": row.token[:12]}) for row in due],
     )
     return len(due)
 
@@ -312,7 +303,6 @@ def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:
 
 def active(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
     """Live leases, oldest first, without anything that could be used as a token."""
-    rows = conn.execute(
-        select(leases).where(leases.c.state == "active").order_by(leases.c.created_at).limit(limit)
-    )
+    shown = [func.substr(leases.c.token, 1, 12).label("lease"), *(c for c in leases.c if c.name != "token")]
+    rows = conn.execute(select(*shown).where(leases.c.state == "active").order_by(leases.c.created_at).limit(limit))
     return [row._asdict() for row in rows]

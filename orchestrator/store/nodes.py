@@ -32,9 +32,7 @@ class Worker:
 def register(conn: Connection, worker: Worker, gpu_backend: str) -> None:
     known = conn.execute(select(nodes.c.node_id).where(nodes.c.node_id == worker.node_id)).scalar()
     if known is None:
-        _insert_once(
-            conn, nodes, {"node_id": worker.node_id, "hostname": worker.hostname, "gpu_backend": gpu_backend}
-        )
+        _insert_once(conn, nodes, {"node_id": worker.node_id, "hostname": worker.hostname, "gpu_backend": gpu_backend})
     conn.execute(
         insert(workers),
         {
@@ -165,9 +163,7 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
     """Mark workers whose heartbeats stopped; from then on they cannot heartbeat any more."""
     silent = conn.execute(
         select(workers)
-        .where(
-            workers.c.status.in_(("active", "draining")), workers.c.last_heartbeat <= utc_shift(-timeout_s)
-        )
+        .where(workers.c.status.in_(("active", "draining")), workers.c.last_heartbeat <= utc_shift(-timeout_s))
         .order_by(workers.c.last_heartbeat)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -186,9 +182,7 @@ def lost_with_jobs(conn: Connection, limit: int) -> list[Worker]:
     """Lost or stopped workers that still own jobs, e.g. because a leader died half-way through giving them away."""
     owning = select(jobs.c.worker_id).where(jobs.c.status.in_(("claimed", "running"))).distinct()
     rows = conn.execute(
-        select(workers)
-        .where(workers.c.status.in_(("lost", "stopped")), workers.c.worker_id.in_(owning))
-        .limit(limit)
+        select(workers).where(workers.c.status.in_(("lost", "stopped")), workers.c.worker_id.in_(owning)).limit(limit)
     )
     return [_worker(row) for row in rows]
 

@@ -105,7 +105,7 @@ class Lane:
     def job_ids(self, limit: int) -> set[str]:
         """Jobs that have an entry, delivered or not."""
         with named_errors(self._settings):
-            rows = self._client.xrange(self.key, count=limit)
+            rows: Any = self._client.xrange(self.key, count=limit)
         return {entry.job_id for entry in _entries(rows) if entry.job_id}
 
     def ack(self, entry_ids: Sequence[str]) -> None:
@@ -203,7 +203,7 @@ class LaneReader:
             return []
 
     def _xreadgroup(self, start: str, count: int, block_ms: int | None) -> list[Entry]:
-        answer = self._client.xreadgroup(
+        answer: Any = self._client.xreadgroup(
             self._lane.group, self._consumer, {self._lane.key: start}, count=count, block=block_ms
         )
         return [entry for _key, rows in answer for entry in _entries(rows)]

@@ -175,7 +175,6 @@ def upgrade() -> None:
             name="ck_jobs_status",
         ),
         sa.CheckConstraint("attempts <= attempt", name="ck_jobs_attempts"),
-        sa.CheckConstraint("json_valid(payload)", name="ck_jobs_payload"),
         sa.CheckConstraint("tags IS NULL OR json_valid(tags)", name="ck_jobs_tags"),
         sa.PrimaryKeyConstraint("job_id"),
         mysql_charset="utf8mb4",
@@ -183,17 +182,11 @@ def upgrade() -> None:
         mysql_engine="InnoDB",
         if_not_exists=True,
     )
-    op.create_index(
-        "ix_jobs_agent", "orchestrator_jobs", ["agent", "created_at"], unique=False, if_not_exists=True
-    )
+    op.create_index("ix_jobs_agent", "orchestrator_jobs", ["agent", "created_at"], unique=False, if_not_exists=True)
     op.create_index("ix_jobs_created", "orchestrator_jobs", ["created_at"], unique=False, if_not_exists=True)
     op.create_index("ix_jobs_due", "orchestrator_jobs", ["not_before"], unique=False, if_not_exists=True)
-    op.create_index(
-        "ix_jobs_queue", "orchestrator_jobs", ["lane", "queued", "rank"], unique=False, if_not_exists=True
-    )
-    op.create_index(
-        "ix_jobs_status", "orchestrator_jobs", ["status", "created_at"], unique=False, if_not_exists=True
-    )
+    op.create_index("ix_jobs_queue", "orchestrator_jobs", ["lane", "queued", "rank"], unique=False, if_not_exists=True)
+    op.create_index("ix_jobs_status", "orchestrator_jobs", ["status", "created_at"], unique=False, if_not_exists=True)
     op.create_table(
         "orchestrator_leases",
         sa.Column("token", sa.String(length=64), nullable=False),
@@ -219,15 +212,11 @@ def upgrade() -> None:
         mysql_engine="InnoDB",
         if_not_exists=True,
     )
-    op.create_index(
-        "idx_leases_agent", "orchestrator_leases", ["agent_name"], unique=False, if_not_exists=True
-    )
+    op.create_index("idx_leases_agent", "orchestrator_leases", ["agent_name"], unique=False, if_not_exists=True)
     op.create_index(
         "ix_leases_expiry", "orchestrator_leases", ["state", "expires_at"], unique=False, if_not_exists=True
     )
-    op.create_index(
-        "ix_leases_worker", "orchestrator_leases", ["worker_id"], unique=False, if_not_exists=True
-    )
+    op.create_index("ix_leases_worker", "orchestrator_leases", ["worker_id"], unique=False, if_not_exists=True)
     op.create_table(
         "orchestrator_results",
         sa.Column("job_id", sa.String(length=128), nullable=False),
@@ -235,7 +224,6 @@ def upgrade() -> None:
         sa.Column("result", LONG_TEXT, nullable=False),
         sa.Column("run_seconds", sa.Float(), nullable=False),
         sa.Column("created_at", UTC_DATETIME, server_default=utc_now(), nullable=False),
-        sa.CheckConstraint("json_valid(result)", name="ck_results_result"),
         sa.PrimaryKeyConstraint("job_id"),
         mysql_charset="utf8mb4",
         mysql_collate="utf8mb4_bin",
@@ -304,7 +292,5 @@ def upgrade() -> None:
         mysql_engine="InnoDB",
         if_not_exists=True,
     )
-    op.create_index(
-        "ix_workers_liveness", "workers", ["status", "last_heartbeat"], unique=False, if_not_exists=True
-    )
+    op.create_index("ix_workers_liveness", "workers", ["status", "last_heartbeat"], unique=False, if_not_exists=True)
     op.create_index("ix_workers_pool", "workers", ["pool_id", "status"], unique=False, if_not_exists=True)

@@ -52,9 +52,7 @@ class Running:
         return answer.json()["job_id"]
 
     def count_jobs(self) -> int:
-        return self.db.read(
-            lambda conn: conn.execute(select(func.count()).select_from(schema.jobs)).scalar_one()
-        )
+        return self.db.read(lambda conn: conn.execute(select(func.count()).select_from(schema.jobs)).scalar_one())
 
 
 @contextmanager
@@ -80,9 +78,7 @@ def run_api(settings: Callable[..., Settings], redis_server: Redis) -> Iterator[
     """Start an instance: `run_api(database_url=…, payload_max_bytes=100)`."""
     redis_server.flush()
     with ExitStack() as stack:
-        yield lambda **given: stack.enter_context(
-            running(settings(**({"redis_url": redis_server.url} | given)))
-        )
+        yield lambda **given: stack.enter_context(running(settings(**({"redis_url": redis_server.url} | given))))
 
 
 @pytest.fixture

@@ -44,9 +44,7 @@ def test_only_our_own_names_are_answered(maria_api: Running) -> None:
 
 def test_a_request_has_exactly_one_host(maria_api: Running) -> None:
     for hosts in ("", "Host: localhost\r\nHost: evil.example\r\n"):
-        with socket.create_connection(
-            (maria_api.http.base_url.host, maria_api.http.base_url.port), 10
-        ) as raw:
+        with socket.create_connection((maria_api.http.base_url.host, maria_api.http.base_url.port), 10) as raw:
             raw.sendall(f"GET /livez HTTP/1.1\r\n{hosts}\r\n".encode())
             assert raw.recv(4096).split()[1] in {b"400", b"421"}, hosts
 

@@ -70,9 +70,7 @@ def test_workers_and_gpus_are_listed(api: Running) -> None:
     ]
 
 
-def test_without_tables_it_is_not_ready(
-    database_url: str, run_api: Callable[..., Running], request: Any
-) -> None:
+def test_without_tables_it_is_not_ready(database_url: str, run_api: Callable[..., Running], request: Any) -> None:
     if not database_url.startswith("sqlite"):
         database_url = request.getfixturevalue("mariadb").create_database("without_tables")
     answer = run_api(database_url=database_url).get("/readyz")
@@ -106,9 +104,7 @@ def test_an_evicting_redis_is_reported(api: Running, redis_server: Redis) -> Non
             client.config_set("maxmemory-policy", "noeviction")
 
 
-def test_a_frozen_server_costs_one_thread_and_bounded_time(
-    maria_api: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_server_costs_one_thread_and_bounded_time(maria_api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def frozen() -> list[str]:
@@ -201,9 +197,7 @@ def test_paths_and_methods_add_no_series(maria_api: Running) -> None:
         maria_api.get(f"/random/{i}")
         maria_api.get(f"/jobs/none-{i}")
         maria_api.http.request(["PUT", "PATCH", "TRACE", "PROPFIND"][i % 4], f"/jobs/random-{i}")
-    assert {
-        line for line in shape() - before if "random" in line or "PROPFIND" in line or "none-" in line
-    } == set()
+    assert {line for line in shape() - before if "random" in line or "PROPFIND" in line or "none-" in line} == set()
 
 
 def test_scrapes_within_a_second_share_one_reading(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +214,7 @@ def test_scrapes_within_a_second_share_one_reading(api: Running, monkeypatch: py
     assert len(readings) == 1
 
 
-def test_nothing_is_said_about_a_database_without_tables(
-    run_api: Callable[..., Running], mariadb: MariaDB
-) -> None:
+def test_nothing_is_said_about_a_database_without_tables(run_api: Callable[..., Running], mariadb: MariaDB) -> None:
     url = mariadb.create_database("without_tables")
     seen = scrape(run_api(database_url=url))
     assert seen["database_up"] == {(): 0}

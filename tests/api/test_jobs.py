@@ -45,8 +45,7 @@ def test_no_result_has_three_reasons(api: Running) -> None:
     [claim] = hand.claim(broken)
     hand.record(ends=[failed(claim, ErrorKind.PERMANENT)])
     seen = [
-        (a.status_code, a.json()["code"])
-        for a in (api.get(f"/jobs/{i}/result") for i in (waiting, broken, "none"))
+        (a.status_code, a.json()["code"]) for a in (api.get(f"/jobs/{i}/result") for i in (waiting, broken, "none"))
     ]
     assert seen == [(409, "result_not_ready"), (404, "result_not_found"), (404, "job_not_found")]
 
@@ -146,9 +145,7 @@ def test_a_long_poll_returns_as_soon_as_the_job_ends(api: Running) -> None:
         assert time.monotonic() - finished < 2.0
 
 
-def test_a_long_poll_is_bounded_by_its_own_time_and_by_ours(
-    api: Running, run_api: Callable[..., Running]
-) -> None:
+def test_a_long_poll_is_bounded_by_its_own_time_and_by_ours(api: Running, run_api: Callable[..., Running]) -> None:
     job_id = api.submit()
     short = run_api(database_url=api.db.settings.database_url, wait_max_s=0.3)
     for who, wait in ((api, 0.3), (short, 50)):
@@ -243,6 +240,4 @@ def test_a_broken_handler_leaks_nothing(
     answer = api.get(f"/jobs/{job_id}")
     assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
     assert "secret" not in answer.text
-    wait_until(
-        lambda: "secret detail" in caplog.text and "Traceback" in caplog.text, what="the trace is logged"
-    )
+    wait_until(lambda: "secret detail" in caplog.text and "Traceback" in caplog.text, what="the trace is logged")

@@ -127,9 +127,7 @@ def test_serve_reports_its_port_and_closes_in_order(
         assert url.startswith("http://127.0.0.1:") and not url.endswith(":0")
         job = httpx.post(f"{url}/jobs/submit", json=JOB, trust_env=False)
         assert job.status_code == 202
-        wait_until(
-            lambda: httpx.get(f"{url}/control/leader", trust_env=False).json()["alive"], what="it leads"
-        )
+        wait_until(lambda: httpx.get(f"{url}/control/leader", trust_env=False).json()["alive"], what="it leads")
         process.send_signal(number)
         assert process.wait(20) == 0
         assert process.stdout is not None

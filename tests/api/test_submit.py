@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator import daemon
 from orchestrator.jobs import NewJob
-from orchestrator.store import jobs as store_jobs
 from orchestrator.store.database import Database
+from orchestrator.store.submit import Verdict, submit_jobs
 from tests.api.conftest import Running
 from tests.factories import hire, history, row
 
@@ -101,13 +102,13 @@ def test_a_batch_gives_a_verdict_per_item(api: Running) -> None:
 
 
 def test_a_batch_is_one_transaction(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, submit = [], store_jobs.submit
+    sizes, submit = [], submit_jobs
 
-    def counting(db: Database, batch: Sequence[NewJob], *rest: Any) -> list[store_jobs.Verdict]:
+    def counting(db: Database, batch: Sequence[NewJob], *rest: Any) -> list[Verdict]:
         sizes.append(len(batch))
         return submit(db, batch, *rest)
 
-    monkeypatch.setattr(store_jobs, "submit", counting)
+    monkeypatch.setattr(daemon, "submit_jobs", counting)
     assert api.post("/jobs/submit_batch", {"jobs": [JOB] * 1000}).json()["created"] == 1000
     assert sizes == [1000]
     assert api.count_jobs() == 1000

@@ -28,9 +28,7 @@ def main() -> None:
     _report(medians, figures, options)
 
 
-def _round(
-    mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]
-) -> None:
+def _round(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
     url, count, slots = mariadb.create_database("bench"), options.jobs, options.slots
     figures["raw SQL cycle, batches of 100"].append(count / raw.cycle(url, count))
     trial = Trial(url, redis.url)
@@ -57,9 +55,7 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
     if options.json:
         print(json.dumps({"jobs_per_second": figures, "medians": medians, "ratios": ratios}, indent=1))
         return
-    print(
-        f"{options.jobs} echo jobs, {options.slots} slots, {options.rounds} rounds; jobs per second, median [range]"
-    )
+    print(f"{options.jobs} echo jobs, {options.slots} slots, {options.rounds} rounds; jobs per second, median [range]")
     for name, values in figures.items():
         print(f"  {name:32s} {medians[name]:10,.2f}   [{min(values):,.2f} … {max(values):,.2f}]")
     for name, ratio in ratios.items():

@@ -44,9 +44,7 @@ class Ours:
     def _batches(self, count: int, fields: dict[str, Any]):
         for first in range(0, count, BATCH):
             yield [
-                NewJob.prepare(
-                    {"type": "echo", "payload": {"n": n}} | fields, max_bytes=1 << 20, max_depth=64
-                )
+                NewJob.prepare({"type": "echo", "payload": {"n": n}} | fields, max_bytes=1 << 20, max_depth=64)
                 for n in range(first, first + BATCH)
             ]
 

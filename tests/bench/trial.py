@@ -9,6 +9,7 @@ import json
 import multiprocessing as mp
 import time
 from multiprocessing.connection import wait
+from typing import Any
 from urllib.parse import urlsplit
 
 import pymysql
@@ -57,9 +58,7 @@ class Trial:
 
     def audit(self, event: str, ids: list[str]) -> None:
         values = [value for job_id in ids for value in (event, job_id)]
-        self.cursor.execute(
-            f"INSERT INTO trial_audit (event_type, job_id) VALUES {marks(len(ids), '(%s,%s)')}", values
-        )
+        self.cursor.execute(f"INSERT INTO trial_audit (event_type, job_id) VALUES {marks(len(ids), '(%s,%s)')}", values)
 
     def commit(self) -> None:
         self.db.commit()
@@ -85,13 +84,15 @@ class Trial:
     def drain(self, count: int, slots: int) -> float:
         """Seconds until `count` jobs are done, with `slots` processes."""
         pipes = [self._spawn() for _ in range(slots)]
-        free, running, done = list(pipes), {}, 0
+        free, done = list(pipes), 0
+        running: dict[Any, tuple[str, Any]] = {}
         started = time.perf_counter()
         while done < count:
             if free:
                 self._take(free, running, block=not running)
             finished = []
-            for pipe in wait(list(running), timeout=None if running and not free else 0):
+            ready: list[Any] = wait(list(running), timeout=None if running and not free else 0)
+            for pipe in ready:
                 finished.append((running.pop(pipe), pipe.recv()))
                 free.append(pipe)
             if finished:
@@ -108,7 +109,7 @@ class Trial:
         return ours
 
     def _take(self, free, running, *, block: bool) -> None:
-        answer = self.redis.xreadgroup(
+        answer: Any = self.redis.xreadgroup(
             GROUP, "trial", {STREAM: ">"}, count=len(free), block=1000 if block else None
         )
         entries = {fields[b"job_id"].decode(): entry for _, rows in answer for entry, fields in rows}

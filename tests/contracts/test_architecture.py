@@ -63,20 +63,16 @@ def _table(call: ast.expr) -> str | None:
 
 
 def status_writes(name: str, tree: ast.AST) -> list[str]:
-    """UPDATEs of a job's status: only `store.jobs._move` may, since only it guards and audits."""
+    """UPDATEs of a job's status: only `store.moves.move` may, since only it guards and audits."""
     found = []
     for node in ast.walk(tree):
-        if not (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "values"
-        ):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "values"):
             continue
         keys = {keyword.arg for keyword in node.keywords}
-        keys |= {
-            ast.unparse(k).strip("'\"") for a in node.args if isinstance(a, ast.Dict) for k in a.keys if k
-        }
+        keys |= {ast.unparse(k).strip("'\"") for a in node.args if isinstance(a, ast.Dict) for k in a.keys if k}
         if _table(node.func.value) in {"jobs", "schema.jobs"} and keys & {"status", "jobs.c.status"}:
             found.append(f"{name}:{node.lineno}")
-    return [] if name == "orchestrator/store/jobs.py" else found
+    return [] if name == "orchestrator/store/moves.py" else found
 
 
 def dialect_words(name: str, tree: ast.AST) -> list[str]:
@@ -126,7 +122,7 @@ def nameless_threads(name: str, tree: ast.AST) -> list[str]:
 RULES = {
     closed_doors: ("orchestrator/jobs.py", "def f():\n    import redis"),
     status_writes: ("orchestrator/store/outbox.py", "update(jobs).where(x).values(status='done')"),
-    dialect_words: ("orchestrator/store/jobs.py", "if dialect.name == 'mysql': pass"),
+    dialect_words: ("orchestrator/store/moves.py", "if dialect.name == 'mysql': pass"),
     swallowed_errors: ("worker/slot.py", "try:\n    f()\nexcept Exception:\n    pass"),
     nameless_threads: ("worker/slot.py", "threading.Thread(target=f, daemon=True).start()"),
 }
@@ -165,7 +161,7 @@ def test_what_does_not_run_is_no_import(source):
 )
 def test_a_status_write_is_seen_in_every_spelling(source):
     assert status_writes("worker/slot.py", ast.parse(source)) != []
-    assert status_writes("orchestrator/store/jobs.py", ast.parse(source)) == []
+    assert status_writes("orchestrator/store/moves.py", ast.parse(source)) == []
 
 
 def test_there_is_something_to_check():
@@ -179,9 +175,7 @@ def test_every_error_stands_in_the_tree_with_its_code():
         for value in vars(errors).values()
         if inspect.isclass(value) and issubclass(value, errors.OrchestratorError)
     ]
-    lines = {
-        words[0]: words[1:] for line in errors.__doc__.splitlines() if (words := line.strip("│├└─ ").split())
-    }
+    lines = {words[0]: words[1:] for line in errors.__doc__.splitlines() if (words := line.strip("│├└─ ").split())}
     for cls in classes:
         assert cls.__name__ in lines, f"{cls.__name__} is missing in the docstring of errors.py"
         if cls is not errors.OrchestratorError:
@@ -200,7 +194,5 @@ def test_the_tree_shows_who_inherits_from_whom():
             continue
         depth = line.index(name)
         above = [entry for entry in above if entry[0] < depth]
-        assert not above or cls.__bases__[0].__name__ == above[-1][1], (
-            f"{name} is drawn below the wrong error"
-        )
+        assert not above or cls.__bases__[0].__name__ == above[-1][1], f"{name} is drawn below the wrong error"
         above.append((depth, name))

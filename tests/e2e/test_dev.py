@@ -88,9 +88,7 @@ def status(pid: int) -> tuple[str, int] | None:
 
 
 def descendants(root: int) -> set[int]:
-    parents = {
-        int(path.name): status(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()
-    }
+    parents = {int(path.name): status(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
     found, level = set(), {root}
     while level:
         level = {pid for pid, known in parents.items() if known is not None and known[1] in level}
@@ -188,9 +186,7 @@ def test_the_printed_curl_lines_work_as_pasted(running):
 def test_a_second_one_on_the_same_data_is_refused(running):
     second = Dev(running.log.parent, free_port())
     assert second.process.wait(PATIENCE_S) == 1
-    assert re.search(rf"data_dir \.data is in use by process {running.process.pid};", second.output), (
-        second.output
-    )
+    assert re.search(rf"data_dir \.data is in use by process {running.process.pid};", second.output), second.output
     assert running.run("still-works")["status"] == "done"
 
 

@@ -260,9 +260,7 @@ def mess(db, hub, raw, publisher):
     (due,) = submit(db)
     set_job(db, due, queued="delayed", not_before=utc_shift(-1.0))
     db.write(lambda conn: leases.grant(conn, [LeaseRequest("agent", 10, 60.0)], STALE_S))
-    over = (
-        update(schema.leases).where(schema.leases.c.agent_name == "agent").values(expires_at=utc_shift(-1.0))
-    )
+    over = update(schema.leases).where(schema.leases.c.agent_name == "agent").values(expires_at=utc_shift(-1.0))
     db.write(lambda conn: conn.execute(over))
 
 

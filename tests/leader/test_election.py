@@ -414,9 +414,7 @@ def test_a_transaction_that_was_frozen_half_way_does_not_hold_up_its_successor(
 # --- by hand ---
 
 
-def test_a_duty_by_hand_runs_under_the_living_leaders_epoch_or_one_of_its_own(
-    db, db_url, settings, candidates
-):
+def test_a_duty_by_hand_runs_under_the_living_leaders_epoch_or_one_of_its_own(db, db_url, settings, candidates):
     config = settings(database_url=db_url)
     own = borrow(db, config, "operator")
     assert own.epoch == 1

@@ -92,9 +92,7 @@ def test_a_killed_leader_is_followed_within_three_seconds(maria_db, instance):
     first = elected(one)
     other = instance("other")
     wait_until(lambda: written_by(maria_db, "one"), what="the leader writes")
-    wait_until(
-        lambda: other.process.poll() is None and _connected(maria_db) >= 2, what="the other one stands"
-    )
+    wait_until(lambda: other.process.poll() is None and _connected(maria_db) >= 2, what="the other one stands")
     assert other.said("leading") == []
     started = time.monotonic()
     one.process.kill()

@@ -64,9 +64,7 @@ def test_lanes_have_windows_of_their_own(db, publisher, raw):
 
 def test_publishers_at_the_same_moment_announce_each_job_once(db, hub, config, open_database, raw):
     ids = submit(db, 60)
-    publishers = [
-        Publisher(database, hub, config) for database in (db, open_database(config.database_url))
-    ] * 3
+    publishers = [Publisher(database, hub, config) for database in (db, open_database(config.database_url))] * 3
     barrier = Barrier(6)
 
     def publish(publisher):

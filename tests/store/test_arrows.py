@@ -6,8 +6,10 @@ import pytest
 
 from orchestrator import jobs as rules
 from orchestrator.jobs import ARROWS, OWNED, TERMINAL, ErrorKind, Status
-from orchestrator.store import jobs, schema
-from orchestrator.store.jobs import Claim, End, NotClaimed, Outcome, Start
+from orchestrator.store import schema
+from orchestrator.store.claim import Claim, NotClaimed
+from orchestrator.store.moves import move
+from orchestrator.store.settle import End, Outcome, Start, take_from_dead
 from tests.factories import hire, history, row, rows, set_job, submit
 
 #: What a worker reports so that an attempt takes this arrow. A job of these tests has one attempt to use up.
@@ -98,10 +100,10 @@ def test_the_update_itself_is_guarded_by_state_and_attempt(db, arrow):
     outside = [job_id for state, job_id in by_state.items() if state not in arrow.source]
     inside = [job_id for state, job_id in by_state.items() if state in arrow.source]
     before = everything(db)
-    assert db.write(lambda conn: jobs._move(conn, arrow, 1, outside, **values)) == 0
-    assert db.write(lambda conn: jobs._move(conn, arrow, 2, inside, **values)) == 0
+    assert db.write(lambda conn: move(conn, arrow, 1, outside, **values)) == 0
+    assert db.write(lambda conn: move(conn, arrow, 2, inside, **values)) == 0
     assert everything(db) == before
-    assert db.write(lambda conn: jobs._move(conn, arrow, 1, inside, **values)) == len(inside)
+    assert db.write(lambda conn: move(conn, arrow, 1, inside, **values)) == len(inside)
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL))
@@ -112,5 +114,5 @@ def test_the_end_is_the_end(db, state):
     for arrow in ARROWS:
         take(hand, arrow, job_id)
     hand.go_silent()
-    db.write(lambda conn: jobs.take_from_dead(conn, hand.by, rules.RetryPolicy(1, 1, 1), 10))
+    db.write(lambda conn: take_from_dead(conn, hand.by, rules.RetryPolicy(1, 1, 1), 10))
     assert everything(db) == before

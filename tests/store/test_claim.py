@@ -7,8 +7,10 @@ import pytest
 
 from orchestrator.jobs import ErrorKind
 from orchestrator.leases import token_hash
-from orchestrator.store import audit, jobs, schema
-from orchestrator.store.jobs import Claim, NotClaimed
+from orchestrator.store import audit, schema
+from orchestrator.store import claim as claim_module
+from orchestrator.store.claim import Claim, NotClaimed
+from orchestrator.store.submit import submit_jobs
 from tests.factories import gpu, hire, history, new_job, now, row, rows, set_job, submit
 
 
@@ -152,7 +154,7 @@ def test_a_failure_between_lease_and_claim_leaves_neither(db, monkeypatch, broke
     def fail(*_args, **_kw):
         raise RuntimeError("in between")
 
-    monkeypatch.setattr(jobs, broken, fail)
+    monkeypatch.setattr(claim_module, broken, fail)
     with pytest.raises(RuntimeError):
         hand.offer(job_id)
     assert leased(db) == {"GPU-0": 0}
@@ -232,7 +234,7 @@ def test_sixteen_threads_claim_each_of_500_jobs_exactly_once(db, db_url, open_da
 def test_attempts_only_grow(db):
     """INV-3, over every way back to pending."""
     hand, seen = hire(db), []
-    jobs.submit(db, [new_job(job_id="j", max_attempts=100)], 5)
+    submit_jobs(db, [new_job(job_id="j", max_attempts=100)], 5)
     ways = [
         hand.hand_back,
         lambda claim: hand.fail(claim, retry_after_s=0.0),

@@ -31,9 +31,7 @@ def leased(db):
 def expire(db, token, seconds=1.0):
     """As if the lease had run out that long ago."""
     mine = schema.leases.c.token == token_hash(token)
-    db.write(
-        lambda conn: conn.execute(update(schema.leases).where(mine).values(expires_at=utc_shift(-seconds)))
-    )
+    db.write(lambda conn: conn.execute(update(schema.leases).where(mine).values(expires_at=utc_shift(-seconds))))
 
 
 def heartbeat(db, token):
@@ -62,9 +60,7 @@ def test_a_batch_sees_what_its_own_members_took(db):
     hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))  # 9000 usable each
     answers = grant(db, *[request(4000) for _ in range(5)])
     assert [isinstance(answer, Granted) for answer in answers] == [True] * 4 + [False]
-    assert (
-        answers[4].reason == "needs 4000 MB; node-1/0: 1000 of 9000 MB free, node-1/1: 1000 of 9000 MB free"
-    )
+    assert answers[4].reason == "needs 4000 MB; node-1/0: 1000 of 9000 MB free, node-1/1: 1000 of 9000 MB free"
     assert answers[4].retry_after_s > 0
     assert leased(db) == [8000, 8000]
 
@@ -289,9 +285,7 @@ def test_ended_leases_are_forgotten_after_a_while_and_live_ones_never(db):
 
 def test_no_gpu_is_ever_overcommitted(db):
     """INV-12: random sizes from many threads, looked at all the time, balanced at the end."""
-    threads, rounds = (
-        (8, 5) if is_sqlite(db) else (32, 16)
-    )  # 10,240 tries on MariaDB, twenty to a transaction
+    threads, rounds = (8, 5) if is_sqlite(db) else (32, 16)  # 10,240 tries on MariaDB, twenty to a transaction
     hire(db, gpu(0), gpu(1))
     over, samples, granted, stop = list[Any](), [0], [0] * threads, threading.Event()
 
@@ -314,8 +308,7 @@ def test_no_gpu_is_ever_overcommitted(db):
         dice, held = random.Random(n), []
         for _ in range(rounds):
             wishes = [
-                request(dice.choice([10, 500, 2000, 8000, 15_000]), gpu_count=dice.choice([1, 1, 2]))
-                for _ in range(20)
+                request(dice.choice([10, 500, 2000, 8000, 15_000]), gpu_count=dice.choice([1, 1, 2])) for _ in range(20)
             ]
             held += [answer.request.token for answer in grant(db, *wishes) if isinstance(answer, Granted)]
             granted[n] += len(held)

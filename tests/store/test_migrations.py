@@ -71,9 +71,7 @@ def statements(db: Database) -> dict[str, list[str]]:
     def read(conn):
         found = {}
         for table in metadata.tables:
-            lines = (
-                conn.execute(text(f"SHOW CREATE TABLE {table}")).one()[1].replace(",\n", "\n").splitlines()
-            )
+            lines = conn.execute(text(f"SHOW CREATE TABLE {table}")).one()[1].replace(",\n", "\n").splitlines()
             columns = [line for line in lines if line.startswith("  `")]
             found[table] = columns + sorted(line for line in lines if line not in columns)
         return found
@@ -95,9 +93,7 @@ def test_a_migrated_database_is_the_one_of_schema_py(empty_database):
 def test_microseconds_and_constraints_arrive(empty_database):
     db = empty_database("migrated")
     migrate.upgrade(db)
-    columns = {
-        column["name"]: column["type"] for column in inspect(db.engine).get_columns("orchestrator_jobs")
-    }
+    columns = {column["name"]: column["type"] for column in inspect(db.engine).get_columns("orchestrator_jobs")}
     assert getattr(columns["created_at"], "fsp", 6) == 6
     with pytest.raises(DBAPIError, match="ck_caps_in_use"), db.engine.begin() as connection:
         connection.execute(text("INSERT INTO concurrency_caps VALUES ('key', -1, 1)"))

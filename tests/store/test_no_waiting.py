@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
-from orchestrator.store import jobs, leases
+from orchestrator.store import leases
+from orchestrator.store.claim import claim_jobs
+from orchestrator.store.settle import record
 from tests.factories import POLICY, done, failed, gpu, hire, submit
 
 
@@ -35,9 +37,7 @@ def beside(maria_db):
 @pytest.mark.parametrize("others", [1, 4, 16])
 def test_claims_of_two_workers(maria_db, beside, others):
     one, other, ids = hire(maria_db), hire(maria_db), submit(maria_db, 4 + others)
-    claimed = beside(
-        lambda conn: jobs.claim(conn, one.by, ids[:4], lambda _type: 0), lambda: other.claim(*ids[4:])
-    )
+    claimed = beside(lambda conn: claim_jobs(conn, one.by, ids[:4], lambda _type: 0), lambda: other.claim(*ids[4:]))
     assert len(claimed) == others
 
 
@@ -49,7 +49,7 @@ def test_endings_of_two_workers(maria_db, beside, how, others):
     one.start(*mine)
     other.start(*theirs)
     settled = beside(
-        lambda conn: jobs.record(conn, one.by, [], [how(claim) for claim in mine], POLICY),
+        lambda conn: record(conn, one.by, [], [how(claim) for claim in mine], POLICY),
         lambda: other.record(ends=[how(claim) for claim in theirs]),
     )
     assert all(item.arrow for item in settled)

@@ -61,9 +61,7 @@ def test_a_silent_worker_is_lost_and_its_next_heartbeat_is_refused(db):
     assert db.read(lambda conn: nodes.alive_ids(conn, [silent.worker_id, alive.worker_id, "nobody"])) == {
         alive.worker_id
     }
-    assert [e.worker_id for e in rows(db, schema.audit) if e.event_type == "worker.lost"] == [
-        silent.worker_id
-    ]
+    assert [e.worker_id for e in rows(db, schema.audit) if e.event_type == "worker.lost"] == [silent.worker_id]
 
 
 def test_a_lost_worker_that_owns_jobs_is_found_until_they_are_taken(db):

@@ -9,8 +9,10 @@ import pytest
 from sqlalchemy import event, insert, text
 
 from orchestrator.jobs import ErrorKind, Status
-from orchestrator.store import audit, job_reads, jobs, leadership, leases, nodes, outbox, schema
+from orchestrator.store import audit, job_reads, leadership, leases, nodes, outbox, schema
+from orchestrator.store.claim import claim_jobs
 from orchestrator.store.job_reads import Filter
+from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
 from tests.conftest import empty
 from tests.factories import POLICY, Hand, hire, is_sqlite, many_jobs, now
 
@@ -91,26 +93,23 @@ HOT = {
     "promote_due": (lambda c, _: outbox.promote_due(c, 100), "ix_jobs_due", 11),
     "announced": (lambda c, _: outbox.announced(c, "default", 5.0, 100), "ix_jobs_queue", 61),
     "claim": (
-        lambda c, h: jobs.claim(c, h.by, [f"ready-{i:06}" for i in range(16)], lambda _type: 0),
+        lambda c, h: claim_jobs(c, h.by, [f"ready-{i:06}" for i in range(16)], lambda _type: 0),
         "PRIMARY",
         16,
     ),
     "record": (
-        lambda c, h: jobs.record(
+        lambda c, h: record(
             c,
             h.by,
             [],
-            [
-                jobs.End(f"mine-{i:06}", 1, jobs.Outcome.FAILED, error_kind=ErrorKind.PERMANENT)
-                for i in range(16)
-            ],
+            [End(f"mine-{i:06}", 1, Outcome.FAILED, error_kind=ErrorKind.PERMANENT) for i in range(16)],
             POLICY,
         ),
         "PRIMARY",
         16,
     ),
     "jobs of a worker": (
-        lambda c, h: jobs.take_from_dead(c, h.by, POLICY, 100),
+        lambda c, h: take_from_dead(c, h.by, POLICY, 100),
         "ix_jobs_worker|ix_jobs_status",
         60,  # everything that is owned, at most: never the history
     ),
@@ -171,12 +170,10 @@ def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name
 @pytest.mark.parametrize("count", [2, 16])
 def test_jobs_are_ended_by_their_keys_not_by_a_walk_over_all_that_run(crowded, count):
     """By the index on status, every worker would lock, and wait for, the running jobs of all the others."""
-    ends = [
-        jobs.End(f"mine-{i:06}", 1, jobs.Outcome.DONE, result="{}", run_seconds=1.0) for i in range(count)
-    ]
+    ends = [End(f"mine-{i:06}", 1, Outcome.DONE, result="{}", run_seconds=1.0) for i in range(count)]
     engine = crowded.db.engine
     statement, parameters = first_select(
-        engine, lambda conn: jobs.finish_all(conn, crowded.by, ends), verb="UPDATE orchestrator_jobs"
+        engine, lambda conn: finish_all(conn, crowded.by, ends), verb="UPDATE orchestrator_jobs"
     )
     with engine.connect() as connection:
         (step,) = connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).mappings().all()
@@ -187,9 +184,7 @@ def test_the_second_page_reads_no_more_than_the_first(crowded):
     engine = crowded.db.engine
     for wanted in (Filter(), Filter(status=Status.DONE), Filter(agent="agent-3")):
         _, cursor = crowded.db.read(lambda conn, w=wanted: job_reads.page(conn, w, 50, None))
-        statement, parameters = first_select(
-            engine, lambda conn, w=wanted, at=cursor: job_reads.page(conn, w, 50, at)
-        )
+        statement, parameters = first_select(engine, lambda conn, w=wanted, at=cursor: job_reads.page(conn, w, 50, at))
         with engine.connect() as connection:
             (step,) = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
             connection.rollback()

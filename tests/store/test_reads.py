@@ -4,8 +4,9 @@ import pytest
 
 from orchestrator.errors import InvalidInput
 from orchestrator.jobs import Status
-from orchestrator.store import audit, job_reads, jobs
-from orchestrator.store.job_reads import Filter
+from orchestrator.store import audit, job_reads
+from orchestrator.store.job_reads import Filter, statuses
+from orchestrator.store.submit import submit_jobs
 from tests.factories import hire, new_job, submit
 
 
@@ -70,7 +71,7 @@ def test_who_is_terminal(db):
         over,
         "nobody",
     }
-    assert db.read(lambda conn: jobs.statuses(conn, [over, open_job, "nobody"])) == {
+    assert db.read(lambda conn: statuses(conn, [over, open_job, "nobody"])) == {
         over: Status.DONE,
         open_job: Status.PENDING,
     }
@@ -78,7 +79,7 @@ def test_who_is_terminal(db):
 
 def test_the_history_of_a_job_is_paged_by_id(db):
     hand = hire(db)
-    jobs.submit(db, [new_job(job_id="j")], 5)
+    submit_jobs(db, [new_job(job_id="j")], 5)
     for _ in range(3):
         hand.hand_back(*hand.claim("j"))
     whole = db.read(lambda conn: audit.of_job(conn, "j"))

@@ -10,8 +10,9 @@ import pytest
 from orchestrator import jobs as rules
 from orchestrator.errors import ResultNotFound
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import job_reads, jobs, nodes, schema
-from orchestrator.store.jobs import Claim, End, Outcome, Start
+from orchestrator.store import job_reads, nodes, schema, settle
+from orchestrator.store.claim import Claim
+from orchestrator.store.settle import End, Outcome, Start, take_from_dead
 from tests.factories import POLICY, done, failed, gpu, hire, history, now, row, rows, submit
 
 
@@ -111,7 +112,7 @@ def test_crashes_are_counted_apart_and_bury_a_job_that_has_attempts_left(db):
 def test_a_long_error_is_cut_and_a_strange_one_kept(db):
     hand, claim = claimed(db)
     hand.fail(claim, ErrorKind.PERMANENT, error="🦊\n\0" + "x" * 100_000)
-    assert len(row(db, claim.job_id).last_error) == jobs.MAX_ERROR
+    assert len(row(db, claim.job_id).last_error) == settle.MAX_ERROR
     assert row(db, claim.job_id).last_error.startswith("🦊\n")
 
 
@@ -217,7 +218,7 @@ def test_a_whole_batch_recorded_twice_changes_nothing_the_second_time(db):
 def test_the_end_the_leader_wrote_is_not_taken_for_the_workers_own(db):
     hand, claim = claimed(db, max_attempts=1)
     hand.go_silent()
-    lost = db.write(lambda conn: jobs.take_from_dead(conn, hand.by, POLICY, 10))
+    lost = db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
     assert [item.arrow for item in lost] == [rules.BURY]
     assert hand.fail(claim).arrow is None
 
@@ -231,7 +232,7 @@ def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_are_free(db):
     lost = hand.claim(*ids[:2])
     other.claim(ids[2])
     hand.start(lost[0])
-    settled = db.write(lambda conn: jobs.take_from_dead(conn, hand.by, POLICY, 10))
+    settled = db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
     assert {item.arrow for item in settled} == {rules.RETRY}
     for claim in lost:
         job = row(db, claim.job_id)
@@ -239,13 +240,13 @@ def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_are_free(db):
         assert hand.worker_id in job.last_error
     assert row(db, ids[2]).status == "claimed"
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [1000]
-    assert db.write(lambda conn: jobs.take_from_dead(conn, hand.by, POLICY, 10)) == []
+    assert db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10)) == []
 
 
 def test_a_dead_workers_jobs_are_taken_in_bounded_steps(db):
     hand = hire(db)
     hand.claim(*submit(db, 5))
-    steps = [len(db.write(lambda conn: jobs.take_from_dead(conn, hand.by, POLICY, 2))) for _ in range(4)]
+    steps = [len(db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 2))) for _ in range(4)]
     assert steps == [2, 2, 1, 0]
 
 
@@ -262,10 +263,8 @@ def test_a_worker_and_the_leader_settle_the_same_job_once(db):
     def leader():
         barrier.wait(30)
         taken = []
-        while step := db.write(lambda conn: jobs.take_from_dead(conn, hand.by, POLICY, 1)):
-            taken += [
-                item for item in step if item.arrow
-            ]  # None: the worker was faster between look and lock
+        while step := db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 1)):
+            taken += [item for item in step if item.arrow]  # None: the worker was faster between look and lock
         return taken
 
     with ThreadPoolExecutor(2) as pool:
@@ -291,7 +290,7 @@ def test_the_whole_life_of_a_job(db):
     hand = hire(db)
     (job_id,) = submit(db)
     (claim,) = hand.claim(job_id)
-    db.write(lambda conn: jobs.take_from_dead(conn, hand.by, POLICY, 10))
+    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
     (claim,) = hand.claim(job_id)
     hand.fail(claim, retry_after_s=0.0)
     (claim,) = hand.claim(job_id)

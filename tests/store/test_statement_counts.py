@@ -1,6 +1,7 @@
 """How many statements and commits the hot paths cost: what makes batching worth it must not creep away."""
 
-from orchestrator.store import jobs, outbox
+from orchestrator.store import outbox
+from orchestrator.store.submit import submit_jobs
 from tests.factories import done, gpu, hire, is_sqlite, new_job, submit, traffic
 
 
@@ -12,7 +13,7 @@ def test_submitting_500_jobs(db):
     submit(db)
     batch = [new_job() for _ in range(500)]
     with traffic(db) as seen:
-        jobs.submit(db, batch, 5)
+        submit_jobs(db, batch, 5)
     assert len(statements(seen)) <= 6, seen.statements
     assert seen.commits == 1
 

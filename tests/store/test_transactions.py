@@ -9,9 +9,9 @@ from sqlalchemy import event, select, text
 
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Settings
-from orchestrator.store import database, jobs, leases, schema
+from orchestrator.store import database, leases, schema
 from orchestrator.store.database import Database
-from orchestrator.store.jobs import Verdict
+from orchestrator.store.submit import Verdict, submit_jobs
 from tests.factories import gpu, hire, is_sqlite, new_job, row, rows, submit
 from tests.servers import MariaDB, free_port
 from tests.waiting import wait_until
@@ -84,7 +84,7 @@ def test_contention_without_end_is_reported_and_leaves_nothing(db, faults, monke
     monkeypatch.setattr(time, "sleep", lambda _s: None)
     faults.inject(*[1213] * 100, pattern="orchestrator_audit")
     with pytest.raises(DatabaseUnavailable):
-        jobs.submit(db, [new_job(job_id="j")], 5)
+        submit_jobs(db, [new_job(job_id="j")], 5)
     assert len(faults.errors) == 100 - database.MAX_RUNS
     faults.errors = []
     assert rows(db, schema.jobs) == []
@@ -130,8 +130,8 @@ def test_all_connections_killed_at_once_cost_nothing(maria_db, mariadb, open_dat
         conn.close()
     for connection_id in ids:
         kill(mariadb, connection_id)
-    assert jobs.submit(other, [new_job()], 5) == [Verdict.CREATED]
-    assert jobs.submit(other, [new_job()], 5) == [Verdict.CREATED]
+    assert submit_jobs(other, [new_job()], 5) == [Verdict.CREATED]
+    assert submit_jobs(other, [new_job()], 5) == [Verdict.CREATED]
 
 
 def kill(mariadb, connection_id):
@@ -163,9 +163,7 @@ def test_a_row_that_somebody_holds_is_waited_for(db):
 
 
 def test_a_server_that_is_not_there_is_unavailable_at_once():
-    absent = Database(
-        Settings(database_url=f"mysql+pymysql://root@127.0.0.1:{free_port()}/x", db_timeout_s=2.0)
-    )
+    absent = Database(Settings(database_url=f"mysql+pymysql://root@127.0.0.1:{free_port()}/x", db_timeout_s=2.0))
     with pytest.raises(DatabaseUnavailable, match=r"127\.0\.0\.1"):
         absent.ping()
     absent.close()

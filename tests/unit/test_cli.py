@@ -30,9 +30,7 @@ def elsewhere(tmp_path, monkeypatch):
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
-    root.handlers[:] = (
-        handlers  # commands configure logging for the process, and write to the captured stderr
-    )
+    root.handlers[:] = handlers  # commands configure logging for the process, and write to the captured stderr
     root.setLevel(level)
 
 

@@ -265,9 +265,7 @@ def test_what_follows_a_failure(kind, attempts, crashes, arrow):
 
 def test_a_lost_worker_costs_no_wait_and_a_handlers_wish_is_kept():
     lost = after_failure(ErrorKind.WORKER_LOST, attempts=1, max_attempts=5, crashes=1, policy=POLICY)
-    wish = after_failure(
-        ErrorKind.TRANSIENT, attempts=1, max_attempts=5, crashes=0, policy=POLICY, retry_after_s=123.0
-    )
+    wish = after_failure(ErrorKind.TRANSIENT, attempts=1, max_attempts=5, crashes=0, policy=POLICY, retry_after_s=123.0)
     assert (lost.delay_s, wish.delay_s) == (0, 123.0)
 
 

@@ -77,9 +77,7 @@ def test_a_refusal_shows_a_few_gpus_and_counts_the_rest():
 
 def test_a_refusal_of_several_says_which_would_fit():
     answer = place([gpu(0, 500), gpu(1, 50)], 100, gpu_count=2)
-    assert answer == Refused(
-        "needs 100 MB on each of 2 GPUs of one node; n/0: fits, n/1: 50 of 20000 MB free"
-    )
+    assert answer == Refused("needs 100 MB on each of 2 GPUs of one node; n/0: fits, n/1: 50 of 20000 MB free")
 
 
 def test_without_any_gpu():

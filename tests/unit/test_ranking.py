@@ -37,11 +37,7 @@ def test_higher_priority_goes_first_among_equals(arrived, one, other):
 
 def test_high_overtakes_five_minutes_and_no_more():
     high = PRIORITY_NAMES["HIGH"]
-    assert (
-        rank(START + timedelta(seconds=299), high)
-        < rank(START, 0)
-        < rank(START + timedelta(seconds=301), high)
-    )
+    assert rank(START + timedelta(seconds=299), high) < rank(START, 0) < rank(START + timedelta(seconds=301), high)
 
 
 def test_a_rank_fits_its_column():

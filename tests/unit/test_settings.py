@@ -108,9 +108,7 @@ def test_each_layer_speaks_its_own_types(config):
 
 def test_unknown_keys_are_refused_with_what_was_meant(config):
     path = config("worker_slotz = 3\n")
-    assert the_refusal(config_file=path) == (
-        f"unknown setting worker_slotz (file {path}); did you mean worker_slots?"
-    )
+    assert the_refusal(config_file=path) == (f"unknown setting worker_slotz (file {path}); did you mean worker_slots?")
     assert the_refusal(environ={"ORCH_PROT": "1"}) == (
         "unknown setting ORCH_PROT (environment); did you mean ORCH_PORT?"
     )
@@ -511,7 +509,5 @@ def test_a_real_child_process_gets_the_same_settings():
     program = "from orchestrator.settings import load; print(load().settings.environment())"
     environment = Settings(**CHANGED).environment()
     environ = {**environment, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUTF8": "1"}
-    child = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
-    )
+    child = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
     assert child.stdout.strip() == str(environment)

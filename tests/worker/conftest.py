@@ -11,9 +11,7 @@ from tests.cluster import Cluster
 
 
 @pytest.fixture
-def cluster(
-    db_url: str, redis_url: str, settings: Callable[..., Settings], tmp_path: Path
-) -> Iterator[Cluster]:
+def cluster(db_url: str, redis_url: str, settings: Callable[..., Settings], tmp_path: Path) -> Iterator[Cluster]:
     """Real processes on both databases and both stream servers."""
     given = settings(
         database_url=db_url,

@@ -227,9 +227,7 @@ def test_handlers_do_not_get_the_settings(cluster, orchestrator, tmp_path):
     assert cluster.wait_for(submit(orchestrator, "curious", {}), "done")["result"] == []
 
 
-@pytest.mark.parametrize(
-    "garbage", [{"nothing": "here"}, {"job_id": "nobody-knows"}, {"job_id": b"\xff\xfe"}]
-)
+@pytest.mark.parametrize("garbage", [{"nothing": "here"}, {"job_id": "nobody-knows"}, {"job_id": b"\xff\xfe"}])
 def test_foreign_entries_go_to_the_dead_letters_and_hold_nothing_up(cluster, orchestrator, raw, garbage):
     cluster.worker()
     raw.xadd("stream:orchestrator:inference_jobs", garbage)

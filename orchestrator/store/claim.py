@@ -1,0 +1,248 @@
+"""Taking jobs: pending → claimed together with the GPU lease, in one transaction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Update, bindparam, case, func, literal_column, select, update
+
+from orchestrator import jobs as job_rules
+from orchestrator.jobs import Queued, RetryPolicy, Status
+from orchestrator.leases import Denied, Granted, LeaseRequest
+from orchestrator.store import audit, leases, ownership
+from orchestrator.store.dialect import by_key
+from orchestrator.store.hot import Hot, Listed
+from orchestrator.store.moves import Claimant, by_attempt, job_event, move
+from orchestrator.store.schema import jobs
+from orchestrator.store.settle import End, Outcome, record
+
+#: Seconds until a job whose type this worker does not know is offered again.
+NO_HANDLER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job that is ours under `attempt`."""
+
+    job_id: str
+    attempt: int
+    type: str
+    payload: str
+    agent: str
+    model_id: str | None
+    max_runtime_sec: float | None
+    trace_context: str | None
+    lease: Granted | None
+
+
+@dataclass(frozen=True)
+class NotClaimed:
+    """Why an entry led to no claim. `exists` is False when no row stands behind it."""
+
+    reason: str
+    exists: bool = True
+
+
+#: A job that was announced and then unpublished may be claimed all the same: it waits, and somebody has time.
+_CLAIMABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
+
+# What few jobs use travels as one column: the driver parses every column of every row in Python.
+_OFFERED = Hot(
+    lambda ids: by_key(
+        select(
+            jobs.c.job_id,
+            jobs.c.type,
+            jobs.c.payload,
+            jobs.c.attempt,
+            func.json_array(
+                jobs.c.agent,
+                jobs.c.model_id,
+                jobs.c.max_runtime_sec,
+                jobs.c.trace_context,
+                jobs.c.min_memory_mb,
+                jobs.c.gpu_count,
+                jobs.c.cpu_fallback,
+            ).label("options"),
+        )
+        .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_(_CLAIMABLE))
+        .with_for_update()
+    )
+)
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """A job that may be claimed now."""
+
+    job_id: str
+    type: str
+    payload: str
+    attempt: int
+    agent: str
+    model_id: str | None
+    max_runtime_sec: float | None
+    trace_context: str | None
+    min_memory_mb: int | None
+    gpu_count: int
+    cpu_fallback: int
+
+
+def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
+    if not job_ids:
+        return {}
+    rows = _OFFERED.run(conn, job_ids)
+    found = (_Offered(row.job_id, row.type, row.payload, row.attempt, *json.loads(row.options)) for row in rows)
+    return {job.job_id: job for job in found}
+
+
+def claim_jobs(
+    conn: Connection,
+    by: Claimant,
+    job_ids: Sequence[str],
+    memory_for: Callable[[str], int | None],
+    held: Collection[str] = (),
+) -> dict[str, Claim | NotClaimed]:
+    """Pending → claimed for every offered job that is free, with its GPU lease, in the caller's transaction.
+
+    `memory_for(type)` is the handler's default need in MB; None when this worker has no such handler. `held` are
+    jobs this worker runs already.
+    """
+    job_ids = list(dict.fromkeys(job_ids))  # a job announced again may be delivered twice in one read
+    offered = _offered(conn, job_ids)
+    answers: dict[str, Claim | NotClaimed] = {}
+    if others := [job_id for job_id in job_ids if job_id not in offered]:
+        answers |= _why_not(conn, by, others, held)
+        offered |= _offered(conn, [job_id for job_id in others if job_id not in answers])
+    for job in offered.values():
+        if memory_for(job.type) is None:
+            _defer(conn, job, f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
+            answers[job.job_id] = NotClaimed("no_handler")
+    free = [job for job in offered.values() if job.job_id not in answers]
+    granted = _lease_all(conn, by, free, memory_for)
+    for job in free:
+        lease = granted.get(job.job_id)
+        if isinstance(lease, Denied):
+            _defer(conn, job, lease.reason, lease.retry_after_s)
+            answers[job.job_id] = NotClaimed(lease.reason)
+    _take_ownership(conn, by, [job for job in free if job.job_id not in answers], granted, answers)
+    return answers
+
+
+def _why_not(
+    conn: Connection, by: Claimant, job_ids: Sequence[str], held: Collection[str]
+) -> dict[str, Claim | NotClaimed]:
+    """Why these jobs are not free. Strays are handed back, which frees them: they get no answer here."""
+    rows = ownership.lock(conn, job_ids)
+    strays = [row for row in rows.values() if _is_stray(row, by, held)]
+    if strays:
+        _hand_back_strays(conn, by, strays)
+    freed = {row.job_id for row in strays}
+    return {
+        job_id: NotClaimed(f"already {rows[job_id].status}")
+        if job_id in rows
+        else NotClaimed("unknown_job", exists=False)
+        for job_id in job_ids
+        if job_id not in freed
+    }
+
+
+def _is_stray(row: Row[Any], by: Claimant, held: Collection[str]) -> bool:
+    """Claimed by this very worker, which does not know of it: the answer to that commit got lost."""
+    return row.status == Status.CLAIMED and row.worker_id == by.worker_id and row.job_id not in held
+
+
+def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]) -> None:
+    lost = "the answer to its claim was lost"
+    ends = [End(row.job_id, row.attempt, Outcome.HANDED_BACK, error=lost) for row in strays]
+    record(conn, by, [], ends, RetryPolicy(0, 0, 0))
+
+
+def _lease_all(
+    conn: Connection, by: Claimant, rows: Sequence[_Offered], memory_for: Callable[[str], int | None]
+) -> dict[str, Granted | Denied]:
+    """Leases for those that need GPU memory; a job that needs none runs without."""
+    requests = []
+    for row in rows:
+        memory = row.min_memory_mb if row.min_memory_mb is not None else memory_for(row.type)
+        if memory:
+            requests.append(
+                LeaseRequest(
+                    agent=row.agent,
+                    memory_mb=memory,
+                    ttl_s=by.lease_ttl_s,
+                    gpu_count=row.gpu_count,
+                    cpu_fallback=bool(row.cpu_fallback),
+                    node_id=by.node_id,
+                    job_id=row.job_id,
+                    worker_id=by.worker_id,
+                )
+            )
+    if not requests:
+        return {}
+    answers = leases.grant(conn, requests, by.gpu_stale_s, by.node_id)
+    return {str(request.job_id): answer for request, answer in zip(requests, answers, strict=True)}
+
+
+def _take_ownership(
+    conn: Connection,
+    by: Claimant,
+    rows: Sequence[_Offered],
+    granted: Mapping[str, Granted | Denied],
+    answers: dict[str, Claim | NotClaimed],
+) -> None:
+    for attempt, ids in by_attempt(rows):
+        moved = move(conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id)
+        assert moved == len(ids), "rows are locked, nobody else can have moved them"
+    events = []
+    for row in rows:
+        lease = granted.get(row.job_id)
+        own = lease if isinstance(lease, Granted) else None
+        claimed = _claim_of(row, row.attempt + 1, own)
+        answers[row.job_id] = claimed
+        events.append(job_event(job_rules.CLAIM, claimed.job_id, claimed.attempt, by, _lease_details(own)))
+    _write_lease_tokens(conn, {c.job_id: c.lease.key for c in answers.values() if isinstance(c, Claim) and c.lease})
+    audit.record(conn, events)
+
+
+def _claim_of(row: _Offered, attempt: int, lease: Granted | None) -> Claim:
+    return Claim(
+        row.job_id,
+        attempt,
+        row.type,
+        row.payload,
+        row.agent,
+        row.model_id,
+        row.max_runtime_sec,
+        row.trace_context,
+        lease,
+    )
+
+
+def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
+    if lease is None:
+        return None
+    return {
+        "mode": lease.mode,
+        "memory_mb": lease.request.memory_mb,
+        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
+    }
+
+
+def _set_lease_tokens(ids: Listed) -> Update:
+    chosen = case(*[(jobs.c.job_id == job_id, bindparam(f"key_{i}")) for i, job_id in enumerate(ids)])
+    return update(jobs).where(jobs.c.job_id.in_(ids)).values(lease_token=chosen)
+
+
+def _write_lease_tokens(conn: Connection, keys: Mapping[str, str]) -> None:
+    if keys:
+        parameters = {f"key_{i}": key for i, key in enumerate(keys.values())}
+        statement = _set_lease_tokens([bindparam(f"id_{i}") for i in range(len(keys))])
+        conn.execute(statement, parameters | {f"id_{i}": job_id for i, job_id in enumerate(keys)})
+
+
+def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:
+    """Pending → pending, later: nobody's fault, no attempt charged; the reason is what `explain` shows."""
+    move(conn, job_rules.DEFER, row.attempt, [row.job_id], wait_reason=reason[:255], delay_s=delay_s)

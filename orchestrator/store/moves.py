@@ -1,0 +1,131 @@
+"""The one way to change a job's status.
+
+`move` is a single UPDATE, guarded by the states its arrow may leave and by the attempt that claims to own the job.
+Whoever moves a job writes the arrow's audit row (`job_event`) in the same transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Protocol
+
+from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, func, literal_column, update
+
+from orchestrator import jobs as job_rules
+from orchestrator.jobs import Arrow, Queued
+from orchestrator.store import audit
+from orchestrator.store.dialect import by_key, utc_now, utc_shift
+from orchestrator.store.hot import Hot
+from orchestrator.store.schema import jobs
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """The worker that claims, and the terms on which it takes leases."""
+
+    worker_id: str
+    node_id: str
+    pool_id: str
+    lease_ttl_s: float
+    gpu_stale_s: float
+
+
+@lru_cache(maxsize=64)
+def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
+    sources: list[ColumnElement[Any]] = [literal_column(f"'{status}'") for status in sorted(arrow.source)]
+    values = (
+        {"status": arrow.target, "updated_at": utc_now()}
+        | {column: bindparam(f"set_{column}") for column in columns}
+        | _CONSEQUENCES.get(arrow, {})
+    )
+    return Hot(
+        lambda ids: (
+            by_key(update(jobs))
+            .where(
+                jobs.c.job_id.in_(ids),
+                jobs.c.status.in_(sources),
+                jobs.c.attempt == bindparam("owned_attempt"),
+            )
+            .values(values)
+        )
+    )
+
+
+#: Columns that always change with an arrow, beside the status.
+_UNOWNED = {
+    "worker_id": None,
+    "lease_token": None,
+    "published_at": None,
+    "progress": None,
+    "progress_note": None,
+}
+_ENDED = {
+    "finished_at": utc_now(),
+    "lease_token": None,
+    # Its start may never have been written by itself: then it ended within moments of the claim.
+    "started_at": func.coalesce(jobs.c.started_at, jobs.c.claimed_at),
+}
+_LATER = bindparam("delay_s", type_=Float) > 0
+_DUE = {
+    "queued": case((_LATER, Queued.DELAYED), else_=Queued.READY),
+    "not_before": case((_LATER, utc_shift(bindparam("delay_s", type_=Float))), else_=None),
+}
+_CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
+    job_rules.CLAIM: {
+        "attempt": jobs.c.attempt + 1,
+        "attempts": jobs.c.attempts + 1,
+        "queued": None,
+        "claimed_at": utc_now(),
+        "started_at": None,
+        "wait_reason": None,
+    },
+    job_rules.START: {"started_at": utc_now()},
+    job_rules.FINISH: _ENDED,
+    job_rules.SKIP: _ENDED,
+    job_rules.FAIL: _ENDED,
+    job_rules.BURY: _ENDED,
+    job_rules.RETRY: _UNOWNED | _DUE,
+    job_rules.HAND_BACK: _UNOWNED | {"attempts": jobs.c.attempts - 1, "queued": Queued.READY},
+    job_rules.DEFER: {"published_at": None} | _DUE,
+}
+
+
+def move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], **values: Any) -> int:
+    """Move jobs along one arrow while they are where it starts and `attempt` is still theirs; how many moved.
+
+    `delay_s` is no column: it says when the job is due again.
+    """
+    delay = {"delay_s": values.pop("delay_s")} if "delay_s" in values else {}
+    statement = _statement(arrow, tuple(sorted(values)))
+    given = {f"set_{column}": value for column, value in values.items()}
+    return statement.run(conn, job_ids, owned_attempt=attempt, **given, **delay).rowcount
+
+
+class Attempt(Protocol):
+    """Anything that names a job and the attempt that owns it."""
+
+    @property
+    def job_id(self) -> str: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+
+def by_attempt(attempts: Sequence[Attempt]) -> list[tuple[int, list[str]]]:
+    """Grouped, because one UPDATE is guarded by one attempt; nearly always there is one group."""
+    ordered = sorted(attempts, key=lambda row: row.attempt)
+    return [(attempt, [row.job_id for row in group]) for attempt, group in groupby(ordered, lambda row: row.attempt)]
+
+
+def job_event(arrow: Arrow, job_id: str, attempt: int, by: Claimant, details: dict[str, Any] | None) -> audit.Event:
+    return audit.Event(
+        arrow.event,
+        job_id=job_id,
+        attempt=attempt,
+        worker_id=by.worker_id,
+        pool_id=by.pool_id,
+        details=details,
+    )

@@ -1,0 +1,35 @@
+"""Who owns a job right now: read and locked, before anything is decided about its attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from orchestrator.store.dialect import by_key
+from orchestrator.store.hot import Hot
+from orchestrator.store.schema import jobs
+
+_OWNERSHIP = Hot(
+    lambda ids: by_key(
+        select(
+            jobs.c.job_id,
+            jobs.c.status,
+            jobs.c.attempt,
+            jobs.c.attempts,
+            jobs.c.max_attempts,
+            jobs.c.crashes,
+            jobs.c.lease_token,
+            jobs.c.error_kind,
+            jobs.c.worker_id,
+        )
+        .where(jobs.c.job_id.in_(ids))
+        .with_for_update()
+    )
+)
+
+
+def lock(conn: Connection, job_ids: Sequence[str]) -> dict[str, Row[Any]]:
+    """The rows of these jobs, locked until the transaction ends; unknown ones are left out."""
+    return {row.job_id: row for row in _OWNERSHIP.run(conn, job_ids)} if job_ids else {}

@@ -1,0 +1,197 @@
+"""Ending attempts: claimed → running, and owned → any ending or back to pending.
+
+An attempt that no longer owns its job changes nothing; that is a normal outcome, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from orchestrator import jobs as job_rules
+from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
+from orchestrator.store import audit, leases, ownership
+from orchestrator.store.hot import insert_rows
+from orchestrator.store.moves import Claimant, by_attempt, job_event, move
+from orchestrator.store.schema import jobs, results
+
+#: Characters of an error that are kept.
+MAX_ERROR = 4000
+
+
+@dataclass(frozen=True)
+class Start:
+    """The handler of this attempt is running."""
+
+    job_id: str
+    attempt: int
+
+
+class Outcome(Enum):
+    DONE = "done"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    HANDED_BACK = "handed_back"
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended, as its worker saw it."""
+
+    job_id: str
+    attempt: int
+    outcome: Outcome
+    run_seconds: float = 0.0
+    result: str | None = None
+    error_kind: ErrorKind | None = None
+    error: str | None = None
+    retry_after_s: float | None = None
+    lease_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What an End led to: the arrow taken, or None when the attempt no longer owned the job."""
+
+    end: End
+    arrow: Arrow | None
+
+
+class NotAllOwned(Exception):
+    """Some of these attempts lost their jobs; the caller rolls back and uses `record`."""
+
+
+def all_done(ends: Sequence[End]) -> bool:
+    return all(end.outcome is Outcome.DONE for end in ends)
+
+
+def finish_all(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[Settled]:
+    """Owned → done for all of them, or NotAllOwned: the guarded UPDATE is the check, no row is read before it."""
+    if ends:
+        events = _finish(conn, by, ends)
+        leases.free(conn, [end.lease_key for end in ends if end.lease_key])
+        audit.record(conn, events)
+    return [Settled(end, job_rules.FINISH) for end in ends]
+
+
+def record(
+    conn: Connection, by: Claimant, starts: Sequence[Start], ends: Sequence[End], policy: RetryPolicy
+) -> list[Settled]:
+    """Write what a worker's attempts did: claimed → running, and owned → any ending or back to pending.
+
+    An attempt that no longer owns its job changes nothing; that is a normal outcome, not an error.
+    """
+    ids = [start.job_id for start in starts] + [end.job_id for end in ends]
+    rows = ownership.lock(conn, ids)
+    _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, {Status.CLAIMED})])
+    settled = []
+    events: list[audit.Event] = []
+    finished: list[End] = []
+    for end in ends:
+        row = rows.get(end.job_id)
+        if row is not None and (first := _already(row, end)):
+            settled.append(Settled(end, first))  # our own commit, whose answer was lost
+        elif row is None or not _owns(rows, end, job_rules.OWNED):
+            settled.append(Settled(end, None))
+        elif end.outcome is Outcome.DONE:
+            finished.append(end)
+            settled.append(Settled(end, job_rules.FINISH))
+        else:
+            settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
+    events += _finish(conn, by, finished)
+    leases.free(conn, [rows[s.end.job_id].lease_token for s in settled if s.arrow and rows[s.end.job_id].lease_token])
+    audit.record(conn, events)
+    return settled
+
+
+_ENDED_BY = {
+    (Outcome.DONE, Status.DONE): job_rules.FINISH,
+    (Outcome.SKIPPED, Status.SKIPPED): job_rules.SKIP,
+    (Outcome.FAILED, Status.FAILED): job_rules.FAIL,
+    (Outcome.FAILED, Status.DEAD_LETTER): job_rules.BURY,
+}
+
+
+def _already(row: Row[Any], end: End) -> Arrow | None:
+    """The arrow that this very end took before; the kind of error tells a worker's end from the leader's."""
+    if row.attempt != end.attempt or (end.outcome is Outcome.FAILED and row.error_kind != end.error_kind):
+        return None
+    return _ENDED_BY.get((end.outcome, row.status))
+
+
+def _owns(rows: Mapping[str, Row[Any]], event: Start | End, states: Collection[Status]) -> bool:
+    row = rows.get(event.job_id)
+    return row is not None and row.attempt == event.attempt and row.status in states
+
+
+def _start(conn: Connection, by: Claimant, rows: Sequence[Row[Any]]) -> None:
+    for attempt, ids in by_attempt(rows):
+        move(conn, job_rules.START, attempt, ids)
+    audit.record(conn, [job_event(job_rules.START, row.job_id, row.attempt, by, None) for row in rows])
+
+
+def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.Event]:
+    for attempt, ids in by_attempt(ends):
+        if move(conn, job_rules.FINISH, attempt, ids) != len(ids):
+            raise NotAllOwned
+    insert_rows(
+        conn,
+        results,
+        [
+            {
+                "job_id": end.job_id,
+                "attempt": end.attempt,
+                "result": end.result,
+                "run_seconds": end.run_seconds,
+            }
+            for end in ends
+        ],
+    )
+    return [job_event(job_rules.FINISH, end.job_id, end.attempt, by, None) for end in ends]
+
+
+def _end_otherwise(
+    conn: Connection, by: Claimant, row: Row[Any], end: End, policy: RetryPolicy, events: list[audit.Event]
+) -> Arrow:
+    """Everything but success: rarer, and each with an error text of its own, so one statement a job."""
+    crashes = row.crashes + (end.error_kind is ErrorKind.WORKER_LOST)
+    error = (end.error or "")[:MAX_ERROR]
+    values: dict[str, Any] = {"last_error": error, "error_kind": end.error_kind, "crashes": crashes}
+    if end.outcome is Outcome.HANDED_BACK:
+        arrow, values = job_rules.HAND_BACK, {"wait_reason": error[:255]}
+    elif end.outcome is Outcome.SKIPPED:
+        arrow = job_rules.SKIP
+    else:
+        step = job_rules.after_failure(
+            end.error_kind or ErrorKind.TRANSIENT,
+            attempts=row.attempts,
+            max_attempts=row.max_attempts,
+            crashes=crashes,
+            policy=policy,
+            retry_after_s=end.retry_after_s,
+        )
+        arrow = step.arrow
+        if arrow is job_rules.RETRY:
+            values["delay_s"] = step.delay_s
+    move(conn, arrow, row.attempt, [row.job_id], **values)
+    details = {"error": error[:500], "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}
+    events.append(job_event(arrow, row.job_id, row.attempt, by, details))
+    return arrow
+
+
+def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit: int) -> list[Settled]:
+    """End, as lost, up to `limit` attempts that a dead worker still owns."""
+    owned = conn.execute(
+        select(jobs.c.job_id, jobs.c.attempt)
+        .where(jobs.c.worker_id == dead.worker_id, jobs.c.status.in_(sorted(job_rules.OWNED)))
+        .limit(limit)
+    ).all()
+    reason = f"worker {dead.worker_id} stopped sending heartbeats"
+    ends = [
+        End(row.job_id, row.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason) for row in owned
+    ]
+    return record(conn, dead, [], ends, policy) if ends else []
