@@ -6,7 +6,7 @@
     long = any(len(string) > 97 for string in re.findall(r'"[^"]*"', body))
 %>\
 % if long:
-# ruff: noqa: E501 - a rule of a table may be long
+
 % endif
 """${message}.
 

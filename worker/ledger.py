@@ -11,17 +11,17 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
-from orchestrator.jobs import RetryPolicy
+from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leader.duties import dead_letter
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
 from orchestrator.store.moves import Claimant
-from orchestrator.store.settle import End, NotAllOwned, Settled, Start, all_done, finish_all, record
+from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
 
@@ -131,6 +131,12 @@ class Ledger:
         except DatabaseUnavailable as away:
             # Claims are given back to whoever asked; ends must be written, whenever that is.
             settled, answers = self._write_later(_Turn(starts, ends, [])), [away] * len(offers)
+        except Exception as error:
+            if len(items) > 1 or not ends:
+                raise  # the batcher finds the one at fault
+            # The database refuses this very end, and would again: the job must not stay owned for ever.
+            log.exception("an end could not be written", extra={"job_id": ends[0].job_id})
+            settled, answers = self._write_later(_Turn([], [_unwritable(ends[0], error)], [])), []
         if settled:
             self._acks.post([_Ended(item, ended[item.end.job_id].entry_id) for item in settled])
         self._on_settled(settled)
@@ -161,12 +167,12 @@ class Ledger:
 
     def _write_later(self, turn: _Turn) -> list[Settled]:
         while True:
-            if self._give_up.wait(RETRY_EVERY_S):
-                raise DatabaseUnavailable("gave up")
             try:
                 return self._write(turn)[0]
             except DatabaseUnavailable as away:
                 log.warning("results wait for the database", extra={"jobs": len(turn.ends), "error": str(away)})
+                if self._give_up.wait(RETRY_EVERY_S):
+                    raise
 
     def _acknowledge(self, groups: list[list[_Ended]]) -> list[None]:
         ended = [item for group in groups for item in group]
@@ -177,3 +183,8 @@ class Ledger:
             # The leader drops entries whose job is over.
             log.warning("acknowledgements lost", extra={"entries": len(ended), "error": str(away)})
         return [None] * len(groups)
+
+
+def _unwritable(end: End, error: Exception) -> End:
+    reason = f"its end could not be stored: {type(error).__name__}"
+    return replace(end, outcome=Outcome.FAILED, result=None, error_kind=ErrorKind.BAD_RESULT, error=reason)

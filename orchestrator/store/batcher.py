@@ -116,8 +116,11 @@ class Batcher(Generic[Item, Outcome]):
             self._arrived.wait(limit)
 
     def _settle(self, batch: list[tuple[Item, Future[Outcome] | None]]) -> None:
+        outcomes: Sequence[Outcome | Exception]
         try:
-            outcomes: Sequence[Outcome | Exception] = self._flush([item for item, _ in batch])
+            outcomes = self._flush([item for item, _ in batch])
+            if len(outcomes) != len(batch):
+                raise AssertionError(f"{self._thread.name}: {len(outcomes)} answers to {len(batch)} items")
         except Unavailable as away:
             outcomes = [away] * len(batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to one of the items

@@ -7,7 +7,7 @@ database and length of its list, and then only filled in. Errors are wrapped as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,8 @@ from sqlalchemy import ClauseElement, ColumnElement, Connection, CursorResult, T
 
 #: Parameters one statement may have: SQLite's limit, which MariaDB does not reach either.
 MAX_PARAMETERS = 32_000
+#: Characters of one INSERT: four bytes each and escaped, still less than MariaDB's max_allowed_packet of 16 MiB.
+MAX_CHARACTERS = 2_000_000
 
 
 Listed = Sequence[ColumnElement[Any]]
@@ -67,15 +69,24 @@ def insert_rows(
     usual = defaults or {}
     used = tuple(name for name in rows[0] if any(row[name] != usual.get(name) for row in rows))
     head, placeholders, processors = _insert_parts(conn.dialect, table, used)
-    per_statement = MAX_PARAMETERS // len(used)
-    for first in range(0, len(rows), per_statement):
-        part = rows[first : first + per_statement]
+    for part in _portions(rows, used):
         values = [row[name] for row in part for name in used]
         if processors:
-            values = [
-                row[name] if (p := processors.get(name)) is None else p(row[name]) for row in part for name in used
-            ]
+            convert = [processors.get(name) for name in used] * len(part)
+            values = [value if to is None else to(value) for value, to in zip(values, convert, strict=True)]
         conn.exec_driver_sql(f"{head}{','.join([placeholders] * len(part))}", tuple(values))
+
+
+def _portions(rows: Sequence[dict[str, Any]], used: tuple[str, ...]) -> Iterator[Sequence[dict[str, Any]]]:
+    """Rows for one statement each: nearly always all of them, but a megabyte apiece would not fit a packet."""
+    first = size = 0
+    for i, row in enumerate(rows):
+        weight = sum(len(value) for name in used if isinstance(value := row[name], str))
+        if i > first and (size + weight > MAX_CHARACTERS or (i - first + 1) * len(used) > MAX_PARAMETERS):
+            yield rows[first:i]
+            first, size = i, 0
+        size += weight
+    yield rows[first:]
 
 
 Processor = Callable[[Any], Any]

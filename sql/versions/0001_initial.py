@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - a rule of a table may be long
 """initial.
 
 Written from orchestrator/store/schema.py and frozen since: a change of the schema is a new migration.

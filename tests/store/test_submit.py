@@ -6,6 +6,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 from orchestrator.errors import JobNotFound, Unavailable
 from orchestrator.jobs import NewJob
@@ -106,6 +107,21 @@ def test_overlapping_batches_in_opposite_order_all_succeed(db):
     assert verdicts.count(Verdict.CREATED) == 60
     assert verdicts.count(Verdict.EXISTS) == 180
     assert len(rows(db, schema.audit)) == 60
+
+
+def test_rows_are_inserted_in_the_order_of_their_keys(db):
+    """What keeps two batches that share ids from waiting for each other in a circle."""
+    sent: list[Any] = []
+
+    def note(_conn, _cursor, statement, parameters, *_rest):
+        if statement.startswith("INSERT INTO orchestrator_jobs"):
+            flat = parameters if isinstance(parameters, tuple) else [v for p in parameters for v in p.values()]
+            sent.extend(value for value in flat if str(value).startswith("key-"))
+
+    event.listen(db.engine, "before_cursor_execute", note)
+    submit_jobs(db, [new_job(job_id=f"key-{n}") for n in (3, 1, 2, 5, 4)], 5)
+    event.remove(db.engine, "before_cursor_execute", note)
+    assert sent == [f"key-{n}" for n in (1, 2, 3, 4, 5)]
 
 
 def test_different_lanes_may_appear_at_the_same_moment(db):
