@@ -204,6 +204,9 @@ def _readable(invalid: ValidationError) -> InvalidInput:
     return InvalidInput(f"{field[:80]}: {first['msg']}", field[:80])
 
 
+_NOT_OPTIONS = {"job_id", "payload", "earliest_start_at"}
+
+
 @dataclass(frozen=True)
 class NewJob:
     """A validated job on its way into the store: the spec, its canonical payload and its fingerprint."""
@@ -226,9 +229,10 @@ class NewJob:
         payload = canonical_json(spec.payload, "payload", max_depth)
         if len(payload.encode()) > max_bytes:
             raise PayloadTooLarge(f"payload is larger than {max_bytes} bytes; pass a reference to the data", "payload")
-        options = spec.model_dump_json(exclude={"payload", "job_id"})
-        digest = hashlib.sha256(f"{options}\n{payload}".encode()).hexdigest()
         later = _utc(spec.earliest_start_at) if spec.earliest_start_at else None
+        # The same moment in another zone is the same content; an option left out is its default.
+        options = [v for k, v in spec.__dict__.items() if k not in _NOT_OPTIONS]
+        digest = hashlib.sha256(f"{options!r}\n{later}\n{payload}".encode()).hexdigest()
         return cls(spec, spec.job_id or new_job_id(), spec.job_id is None, payload, digest, later, trace_context)
 
 

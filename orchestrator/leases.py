@@ -20,6 +20,11 @@ def token_hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+def job_lease_key(job_id: str, attempt: int) -> str:
+    """The key of a job's own lease. It has no secret: no token hashes to a text with colons."""
+    return f"job:{job_id}:{attempt}"
+
+
 @dataclass(frozen=True)
 class LeaseRequest:
     agent: str
@@ -29,8 +34,14 @@ class LeaseRequest:
     cpu_fallback: bool = False
     node_id: str | None = None
     job_id: str | None = None
+    attempt: int = 0
     worker_id: str | None = None
     token: str = field(default_factory=new_token, repr=False)
+
+    @property
+    def key(self) -> str:
+        """What the database knows the lease by."""
+        return token_hash(self.token) if self.job_id is None else job_lease_key(self.job_id, self.attempt)
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Granted:
 
     @property
     def key(self) -> str:
-        return token_hash(self.request.token)
+        return self.request.key
 
 
 @dataclass(frozen=True)

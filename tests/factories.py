@@ -202,3 +202,8 @@ def traffic(db: Database) -> Iterator[Traffic]:
     finally:
         event.remove(db.engine, "before_cursor_execute", on_statement)
         event.remove(db.engine, "commit", on_commit)
+
+
+def active_leases(db: Database) -> list[Any]:
+    query = select(schema.leases).where(schema.leases.c.state == "active")
+    return list(db.read(lambda conn: conn.execute(query).all()))

@@ -74,8 +74,8 @@ def _repair_lane(context: DutyContext, lane: str) -> int:
 def purge_leases(context: DutyContext) -> int:
     """End leases whose holder stopped renewing them, and forget those that ended long ago."""
     ended = context.term.write(lambda conn: leases.purge(conn, BATCH))
-    context.term.write(lambda conn: leases.forget_ended(conn, KEEP_ENDED_LEASES_S, BATCH))
-    return ended
+    forgotten = context.term.write(lambda conn: leases.forget(conn, KEEP_ENDED_LEASES_S, BATCH))
+    return max(ended, forgotten)
 
 
 def reclaim(context: DutyContext) -> int:

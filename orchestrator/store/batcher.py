@@ -1,6 +1,6 @@
 """Group commit: many callers, one transaction.
 
-Callers hand in items and get futures. One thread takes everything that arrived while the last batch was being
+Callers hand in items and get futures. A thread takes everything that arrived while the last batch was being
 committed and flushes it together. There is no timer: an idle batcher flushes a lone item at once, a busy one
 batches by itself, the more the busier it is.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,8 @@ class Batcher(Generic[Item, Outcome]):
     When `flush` itself raises, the batch is halved until the item at fault stands alone, so one bad item never
     fails its neighbours. Only `Unavailable` fails all at once: no split mends a server that is away.
 
+    With several `flushers` one prepares its statements while another waits for its commit.
+
     `linger` may ask for a moment's wait after the first item, until an `urgent` one arrives: for when it is known
     that more is about to come. By default nothing waits.
     """
@@ -43,6 +46,7 @@ class Batcher(Generic[Item, Outcome]):
         weight: Callable[[Item], int] = lambda _item: 1,
         linger: Callable[[], float] = lambda: 0.0,
         urgent: Callable[[Item], bool] = lambda _item: True,
+        flushers: int = 1,
         max_batch: int = 500,
         max_waiting: int = 50_000,
     ) -> None:
@@ -54,10 +58,14 @@ class Batcher(Generic[Item, Outcome]):
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[Item, Future[Outcome] | None]] = deque()
         self._arrived = threading.Condition()
-        self._asleep = False
+        self._asleep = 0
         self._closing = False
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        self._name = name
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"{name}-{n}" if n else name, daemon=True) for n in range(flushers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, item: Item) -> Future[Outcome]:
         """Hand in one item. Raises Overloaded when too much waits already."""
@@ -73,16 +81,18 @@ class Batcher(Generic[Item, Outcome]):
         """Flush what waits, stop the thread; False when that took longer than `timeout_s`."""
         with self._arrived:
             self._closing = True
-            self._arrived.notify()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+            self._arrived.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _add(self, item: Item, future: Future[Outcome] | None) -> None:
         with self._arrived:
             if self._closing:
-                raise Overloaded(f"{self._thread.name} is shutting down")
+                raise Overloaded(f"{self._name} is shutting down")
             if len(self._waiting) >= self._max_waiting:
-                raise Overloaded(f"{self._thread.name}: {len(self._waiting)} writes wait already")
+                raise Overloaded(f"{self._name}: {len(self._waiting)} writes wait already")
             self._waiting.append((item, future))
             if self._asleep or self._urgent(item):  # waking a thread costs more than most of what it is woken for
                 self._arrived.notify()
@@ -96,9 +106,9 @@ class Batcher(Generic[Item, Outcome]):
         """The next batch; None when closed and drained. An item is always taken whole, however heavy."""
         batch, weight = [], 0
         with self._arrived:
-            self._asleep = True
+            self._asleep += 1
             self._arrived.wait_for(lambda: self._waiting or self._closing)
-            self._asleep = False
+            self._asleep -= 1
             if not self._waiting:
                 return None
             self._wait_for_more()
@@ -120,7 +130,7 @@ class Batcher(Generic[Item, Outcome]):
         try:
             outcomes = self._flush([item for item, _ in batch])
             if len(outcomes) != len(batch):
-                raise AssertionError(f"{self._thread.name}: {len(outcomes)} answers to {len(batch)} items")
+                raise AssertionError(f"{self._name}: {len(outcomes)} answers to {len(batch)} items")
         except Unavailable as away:
             outcomes = [away] * len(batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to one of the items

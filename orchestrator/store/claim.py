@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Update, bindparam, case, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.store import audit, leases, ownership
 from orchestrator.store.dialect import by_key
-from orchestrator.store.hot import Hot, Listed
+from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.schema import jobs
 from orchestrator.store.settle import End, Outcome, record
@@ -177,6 +177,7 @@ def _lease_all(
                     cpu_fallback=bool(row.cpu_fallback),
                     node_id=by.node_id,
                     job_id=row.job_id,
+                    attempt=row.attempt + 1,
                     worker_id=by.worker_id,
                 )
             )
@@ -193,9 +194,13 @@ def _take_ownership(
     granted: Mapping[str, Granted | Denied],
     answers: dict[str, Claim | NotClaimed],
 ) -> None:
-    for attempt, ids in by_attempt(rows):
-        moved = move(conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id)
-        assert moved == len(ids), "rows are locked, nobody else can have moved them"
+    for leased in (True, False):
+        group = [job for job in rows if isinstance(granted.get(job.job_id), Granted) is leased]
+        for attempt, ids in by_attempt(group):
+            moved = move(
+                conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id, leased=leased
+            )
+            assert moved == len(ids), "rows are locked, nobody else can have moved them"
     events = []
     for row in rows:
         lease = granted.get(row.job_id)
@@ -203,7 +208,6 @@ def _take_ownership(
         claimed = _claim_of(row, row.attempt + 1, own)
         answers[row.job_id] = claimed
         events.append(job_event(job_rules.CLAIM, claimed.job_id, claimed.attempt, by, _lease_details(own)))
-    _write_lease_tokens(conn, {c.job_id: c.lease.key for c in answers.values() if isinstance(c, Claim) and c.lease})
     audit.record(conn, events)
 
 
@@ -229,18 +233,6 @@ def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
         "memory_mb": lease.request.memory_mb,
         "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
     }
-
-
-def _set_lease_tokens(ids: Listed) -> Update:
-    chosen = case(*[(jobs.c.job_id == job_id, bindparam(f"key_{i}")) for i, job_id in enumerate(ids)])
-    return update(jobs).where(jobs.c.job_id.in_(ids)).values(lease_token=chosen)
-
-
-def _write_lease_tokens(conn: Connection, keys: Mapping[str, str]) -> None:
-    if keys:
-        parameters = {f"key_{i}": key for i, key in enumerate(keys.values())}
-        statement = _set_lease_tokens([bindparam(f"id_{i}") for i in range(len(keys))])
-        conn.execute(statement, parameters | {f"id_{i}": job_id for i, job_id in enumerate(keys)})
 
 
 def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:

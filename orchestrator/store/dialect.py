@@ -20,6 +20,7 @@ from sqlalchemy import (
     Engine,
     Integer,
     Select,
+    Table,
     Text,
     Update,
     create_engine,
@@ -88,16 +89,17 @@ def _shift_sqlite(element: utc_shift, compiler: Any, **kw: Any) -> str:
 Keyed = TypeVar("Keyed", Select[Any], Update)
 
 
-def by_key(statement: Keyed) -> Keyed:
-    """Find rows by their primary key, even if the planner would rather scan a small table or another index.
+def by_key(statement: Keyed, *tables: Table) -> Keyed:
+    """Find rows (of `tables`, in a join) by their primary key, even if the planner would rather scan a small table.
 
     A scan that locks waits for the rows of all other transactions, and two of them deadlock.
     """
     hint, server = "FORCE INDEX (PRIMARY)", "mysql"
     if isinstance(statement, Update):
         return statement.with_hint(hint, dialect_name=server)
-    (table,) = statement.get_final_froms()
-    return statement.with_hint(table, hint, server)
+    for table in tables or statement.get_final_froms():
+        statement = statement.with_hint(table, hint, server)
+    return statement
 
 
 class LeaderLock(Protocol):

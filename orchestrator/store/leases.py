@@ -1,7 +1,7 @@
 """GPU leases: memory is granted by a guarded UPDATE of the GPU's row, the lease is inserted in the same transaction.
 
-The account `gpus.leased_mb` always equals the sum of `lease_gpus.memory_mb` of that GPU, because every function
-here changes both in one transaction.
+The account `gpus.leased_mb` always equals the sum of the shares (`lease_gpus`) of that GPU's active leases, because
+every function here changes both in one transaction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Table, bindparam, delete, func, select, update
+from sqlalchemy import ClauseElement, Connection, bindparam, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
@@ -20,7 +20,7 @@ from orchestrator.placement import GpuView, Placed, place
 from orchestrator.store import audit
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
-from orchestrator.store.hot import insert_rows
+from orchestrator.store.hot import Hot, Listed, insert_rows
 from orchestrator.store.schema import gpus, lease_gpus, leases
 
 #: Times a batch is placed anew when another process took the memory between the look and the UPDATE.
@@ -85,7 +85,7 @@ def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], stale_s: fl
         return db.write(work)
     except IntegrityError:
         # Tokens are random: the only way to meet one's own is a commit whose answer was lost. Begin anew.
-        db.write(lambda conn: free(conn, [token_hash(request.token) for request in requests]))
+        db.write(lambda conn: free(conn, [request.key for request in requests]))
         return db.write(work)
 
 
@@ -195,35 +195,44 @@ def _row(lease: Granted) -> dict[str, Any]:
     }
 
 
+def _held_shares(keys: Listed) -> ClauseElement:
+    shares = leases.outerjoin(lease_gpus, lease_gpus.c.token == leases.c.token)
+    held = select(leases.c.token, lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb).select_from(shares)
+    active = held.where(leases.c.token.in_(keys), leases.c.state == "active")
+    return by_key(active.with_for_update(), leases, lease_gpus)
+
+
+_HELD = Hot(_held_shares)
+_END = Hot(
+    lambda keys: (
+        by_key(update(leases))
+        .where(leases.c.token.in_(keys), leases.c.state == "active")
+        .values(state=bindparam("as_state"), expires_at=utc_now())
+    )
+)
+
+
 def free(conn: Connection, keys: Sequence[str]) -> int:
-    """Remove leases (by token hash) and return their memory. Those already gone are left out."""
-    if not keys:
-        return 0
-    held = select(leases.c.token).where(leases.c.token.in_(keys), leases.c.state == "active")
-    live = sorted(conn.execute(by_key(held.with_for_update())).scalars())
-    _return_memory(conn, live)
-    _delete(conn, leases, live)
+    """End the leases of jobs and return their memory. Those already over are left out."""
+    return _end(conn, keys, "spent")
+
+
+def _end(conn: Connection, keys: Sequence[str], state: str) -> int:
+    """Give the GPUs back what these leases hold.
+
+    The rows stay a while (`forget`): deleting them by a list of keys here would lock, or wait for, the leases of
+    others whenever the planner prefers to scan a small table.
+    """
+    shares = _HELD.run(conn, keys).all() if keys else []
+    live = sorted({share.token for share in shares})
+    if live:
+        amounts: Counter[str] = Counter()
+        for share in shares:
+            if share.gpu_uuid is not None:
+                amounts[share.gpu_uuid] += share.memory_mb
+        _END.run(conn, live, as_state=state)
+        _give_back(conn, amounts)
     return len(live)
-
-
-def _delete(conn: Connection, table: Table, keys: Sequence[str]) -> None:
-    """One statement a key: DELETE takes no hint, and with a list of keys a small table would be scanned."""
-    if keys:
-        conn.execute(delete(table).where(table.c.token == bindparam("key")), [{"key": key} for key in keys])
-
-
-def _return_memory(conn: Connection, keys: Sequence[str]) -> None:
-    if not keys:
-        return
-    shares = conn.execute(
-        select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb).where(lease_gpus.c.token.in_(keys))
-    ).all()
-    if shares:
-        _delete(conn, lease_gpus, keys)
-    amounts: Counter[str] = Counter()
-    for uuid, memory_mb in shares:
-        amounts[uuid] += memory_mb
-    _give_back(conn, amounts)
 
 
 def heartbeat(conn: Connection, token: str) -> datetime:
@@ -269,28 +278,22 @@ def purge(conn: Connection, limit: int = 200) -> int:
     return len(due)
 
 
-def forget_ended(conn: Connection, keep_s: float, limit: int = 500) -> int:
-    """Delete the rows of leases that ended long ago; until then they answer "ended" rather than "unknown"."""
-    old = conn.execute(
-        select(leases.c.token)
-        .where(leases.c.state.in_(("released", "expired")), leases.c.expires_at <= utc_shift(-keep_s))
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    ).scalars()
-    keys = list(old)
+def forget(conn: Connection, keep_s: float, limit: int = 500) -> int:
+    """Delete leases that are over: those of jobs at once, those of clients after `keep_s`.
+
+    Until then a client's token answers "ended" rather than "unknown".
+    """
+    spent = select(leases.c.token).where(leases.c.state == "spent")
+    ended = select(leases.c.token).where(
+        leases.c.state.in_(("released", "expired")), leases.c.expires_at <= utc_shift(-keep_s)
+    )
+    keys: list[str] = []
+    for over in (spent, ended):
+        keys += conn.execute(over.limit(limit).with_for_update(skip_locked=True)).scalars()
     if keys:
+        conn.execute(delete(lease_gpus).where(lease_gpus.c.token.in_(keys)))
         conn.execute(delete(leases).where(leases.c.token.in_(keys)))
     return len(keys)
-
-
-def _end(conn: Connection, keys: Sequence[str], state: str) -> None:
-    _return_memory(conn, keys)
-    if keys:
-        conn.execute(
-            update(leases)
-            .where(leases.c.token.in_(keys), leases.c.state == "active")
-            .values(state=state, expires_at=utc_now())
-        )
 
 
 def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:

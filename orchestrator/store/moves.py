@@ -12,10 +12,23 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, Protocol
 
-from sqlalchemy import ColumnElement, Connection, Float, bindparam, case, func, literal_column, update
+from sqlalchemy import (
+    Boolean,
+    ColumnElement,
+    Connection,
+    Float,
+    String,
+    bindparam,
+    case,
+    func,
+    literal,
+    literal_column,
+    update,
+)
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, Queued
+from orchestrator.leases import job_lease_key
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import Hot
@@ -76,6 +89,14 @@ _DUE = {
 _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.CLAIM: {
         "attempt": jobs.c.attempt + 1,
+        # Written out by the caller: MariaDB would already see the new attempt here, SQLite the old one.
+        "lease_token": case(
+            (
+                bindparam("leased", type_=Boolean),
+                literal("job:") + jobs.c.job_id + bindparam("lease_end", type_=String),
+            ),
+            else_=None,
+        ),
         "attempts": jobs.c.attempts + 1,
         "queued": None,
         "claimed_at": utc_now(),
@@ -96,12 +117,14 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
 def move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], **values: Any) -> int:
     """Move jobs along one arrow while they are where it starts and `attempt` is still theirs; how many moved.
 
-    `delay_s` is no column: it says when the job is due again.
+    Two values are no columns: `delay_s` says when the job is due again, `leased` that a claim comes with a lease.
     """
-    delay = {"delay_s": values.pop("delay_s")} if "delay_s" in values else {}
+    extra: dict[str, Any] = {name: values.pop(name) for name in ("delay_s", "leased") if name in values}
+    if "leased" in extra:
+        extra["lease_end"] = job_lease_key("", attempt + 1).removeprefix("job:")
     statement = _statement(arrow, tuple(sorted(values)))
     given = {f"set_{column}": value for column, value in values.items()}
-    return statement.run(conn, job_ids, owned_attempt=attempt, **given, **delay).rowcount
+    return statement.run(conn, job_ids, owned_attempt=attempt, **given, **extra).rowcount
 
 
 class Attempt(Protocol):

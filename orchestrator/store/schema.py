@@ -37,7 +37,7 @@ metadata = MetaData()
 
 POOL_STATES = ("starting", "running", "draining", "stopped", "evicted")
 WORKER_STATES = ("active", "draining", "stopped", "lost")
-LEASE_STATES = ("active", "released", "expired")
+LEASE_STATES = ("active", "released", "expired", "spent")
 
 
 def _one_of(column: str, values: tuple[str, ...], table: str) -> CheckConstraint:
@@ -90,7 +90,7 @@ jobs = Table(
     Column("wait_reason", String(255)),
     Column("published_at", UtcDateTime),
     Column("worker_id", String(128)),
-    Column("lease_token", String(64)),
+    Column("lease_token", String(160)),
     Column("progress", Float),
     Column("progress_note", String(255)),
     Column("cancel_requested_at", UtcDateTime),
@@ -138,8 +138,8 @@ results = Table(
 leases = Table(
     "orchestrator_leases",
     metadata,
-    # SHA-256 of the secret: a reader of this table cannot use a lease.
-    Column("token", String(64), primary_key=True),
+    # SHA-256 of the client's secret, so that a reader of this table cannot use a lease; job:ID:ATTEMPT for jobs.
+    Column("token", String(160), primary_key=True),
     Column("agent_name", String(255), nullable=False),
     Column("gpu_index", Integer),
     Column("mode", String(3), nullable=False, server_default="gpu"),
@@ -164,7 +164,7 @@ leases = Table(
 lease_gpus = Table(
     "lease_gpus",
     metadata,
-    Column("token", String(64), primary_key=True),
+    Column("token", String(160), primary_key=True),
     Column("gpu_uuid", String(64), primary_key=True),
     Column("memory_mb", Integer, nullable=False),
     Index("ix_lease_gpus_gpu", "gpu_uuid"),

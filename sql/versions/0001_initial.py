@@ -85,7 +85,7 @@ def upgrade() -> None:
     )
     op.create_table(
         "lease_gpus",
-        sa.Column("token", sa.String(length=64), nullable=False),
+        sa.Column("token", sa.String(length=160), nullable=False),
         sa.Column("gpu_uuid", sa.String(length=64), nullable=False),
         sa.Column("memory_mb", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("token", "gpu_uuid"),
@@ -157,7 +157,7 @@ def upgrade() -> None:
         sa.Column("wait_reason", sa.String(length=255), nullable=True),
         sa.Column("published_at", UTC_DATETIME, nullable=True),
         sa.Column("worker_id", sa.String(length=128), nullable=True),
-        sa.Column("lease_token", sa.String(length=64), nullable=True),
+        sa.Column("lease_token", sa.String(length=160), nullable=True),
         sa.Column("progress", sa.Float(), nullable=True),
         sa.Column("progress_note", sa.String(length=255), nullable=True),
         sa.Column("cancel_requested_at", UTC_DATETIME, nullable=True),
@@ -188,7 +188,7 @@ def upgrade() -> None:
     op.create_index("ix_jobs_status", "orchestrator_jobs", ["status", "created_at"], unique=False, if_not_exists=True)
     op.create_table(
         "orchestrator_leases",
-        sa.Column("token", sa.String(length=64), nullable=False),
+        sa.Column("token", sa.String(length=160), nullable=False),
         sa.Column("agent_name", sa.String(length=255), nullable=False),
         sa.Column("gpu_index", sa.Integer(), nullable=True),
         sa.Column("mode", sa.String(length=3), server_default="gpu", nullable=False),
@@ -203,7 +203,7 @@ def upgrade() -> None:
         sa.Column("last_heartbeat", UTC_DATETIME, nullable=True),
         sa.Column("metadata", LONG_TEXT, nullable=True),
         sa.CheckConstraint("mode IN ('gpu', 'cpu')", name="ck_leases_mode"),
-        sa.CheckConstraint("state IN ('active', 'released', 'expired')", name="ck_leases_state"),
+        sa.CheckConstraint("state IN ('active', 'released', 'expired', 'spent')", name="ck_leases_state"),
         sa.CheckConstraint("metadata IS NULL OR json_valid(metadata)", name="ck_leases_metadata"),
         sa.PrimaryKeyConstraint("token"),
         mysql_charset="utf8mb4",

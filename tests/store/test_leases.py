@@ -13,7 +13,7 @@ from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.leases import Denied, Granted, LeaseRequest, token_hash
 from orchestrator.store import leases, schema
 from orchestrator.store.dialect import utc_shift
-from tests.factories import STALE_S, gpu, hire, is_sqlite, now, rows, submit
+from tests.factories import STALE_S, active_leases, gpu, hire, is_sqlite, now, rows, submit
 
 
 def request(memory_mb=1000, **fields):
@@ -26,6 +26,11 @@ def grant(db, *requests, stale_s=STALE_S):
 
 def leased(db):
     return [g.leased_mb for g in sorted(rows(db, schema.gpus), key=lambda g: g.gpu_index)]
+
+
+def expire_job_lease(db, claim):
+    mine = schema.leases.c.token == claim.lease.key
+    db.write(lambda conn: conn.execute(update(schema.leases).where(mine).values(expires_at=utc_shift(-1.0))))
 
 
 def expire(db, token, seconds=1.0):
@@ -258,7 +263,7 @@ def test_purge_works_in_bounded_steps(db):
 def test_the_lease_of_a_job_is_left_to_its_job(db):
     hand = hire(db, gpu())
     (claim,) = hand.claim(*submit(db, min_memory_mb=1000))
-    expire(db, claim.lease.request.token)
+    expire_job_lease(db, claim)
     assert db.write(leases.purge) == 0
     hand.beat(busy=1)
     (lease,) = rows(db, schema.leases)
@@ -273,8 +278,8 @@ def test_ended_leases_are_forgotten_after_a_while_and_live_ones_never(db):
     release(db, ended)
     expire(db, ended, seconds=50.0)
     expire(db, alive, seconds=50.0)
-    assert db.write(lambda conn: leases.forget_ended(conn, 60.0)) == 0
-    assert db.write(lambda conn: leases.forget_ended(conn, 40.0)) == 1
+    assert db.write(lambda conn: leases.forget(conn, 60.0)) == 0
+    assert db.write(lambda conn: leases.forget(conn, 40.0)) == 1
     with pytest.raises(LeaseNotFound):
         heartbeat(db, ended)
     assert release(db, alive) == "active"
@@ -292,6 +297,8 @@ def test_no_gpu_is_ever_overcommitted(db):
     def watch():
         shares = (
             select(schema.lease_gpus.c.gpu_uuid, func.sum(schema.lease_gpus.c.memory_mb).label("held"))
+            .join(schema.leases, schema.leases.c.token == schema.lease_gpus.c.token)
+            .where(schema.leases.c.state == "active")
             .group_by(schema.lease_gpus.c.gpu_uuid)
             .subquery()
         )
@@ -334,4 +341,7 @@ def test_no_gpu_is_ever_overcommitted(db):
     assert samples[0] > 20
     assert sum(granted) > threads
     assert leased(db) == [0, 0]
-    assert rows(db, schema.lease_gpus) == []
+    assert active_leases(db) == []
+    while db.write(lambda conn: leases.forget(conn, 60.0)):
+        pass
+    assert rows(db, schema.leases) == rows(db, schema.lease_gpus) == []

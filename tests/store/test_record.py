@@ -10,10 +10,10 @@ import pytest
 from orchestrator import jobs as rules
 from orchestrator.errors import ResultNotFound
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import job_reads, nodes, schema, settle
+from orchestrator.store import job_reads, leases, nodes, schema, settle
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome, Start, take_from_dead
-from tests.factories import POLICY, done, failed, gpu, hire, history, now, row, rows, submit
+from tests.factories import POLICY, active_leases, done, failed, gpu, hire, history, now, row, rows, submit
 
 
 def claimed(db, **fields):
@@ -39,6 +39,8 @@ def test_a_finished_job_has_its_result_and_frees_its_lease(db):
     record = db.read(lambda conn: job_reads.get(conn, claim.job_id))
     assert (record["status"], record["result"], record["run_seconds"]) == ("done", {"answer": 42}, 0.5)
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+    assert active_leases(db) == []
+    assert db.write(lambda conn: leases.forget(conn, 60.0)) == 1
     assert rows(db, schema.leases) == rows(db, schema.lease_gpus) == []
     assert row(db, claim.job_id).lease_token is None
 

@@ -12,7 +12,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import database, leases, schema
 from orchestrator.store.database import Database
 from orchestrator.store.submit import Verdict, submit_jobs
-from tests.factories import gpu, hire, is_sqlite, new_job, row, rows, submit
+from tests.factories import active_leases, gpu, hire, is_sqlite, new_job, row, rows, submit
 from tests.servers import MariaDB, free_port
 from tests.waiting import wait_until
 
@@ -65,7 +65,7 @@ def test_contention_at_every_statement_is_retried_from_the_start(db, faults, cod
     events = [entry.event_type for entry in rows(db, schema.audit)]
     assert [events.count(f"job.{what}") for what in ("submitted", "claimed", "done")] == [count + 2] * 3
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
-    assert rows(db, schema.leases) == []
+    assert active_leases(db) == []
 
 
 def whole_life_statements(db, hand):
