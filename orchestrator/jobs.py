@@ -182,7 +182,9 @@ class JobSpec(BaseModel):
     earliest_start_at: Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_iso_text)] | None = None
     max_runtime_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     max_attempts: Annotated[int, Field(ge=1, le=100)] | None = None
-    tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=128)]], Field(max_length=32)] = []
+    tags: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=128)]], Field(default_factory=list, max_length=32)
+    ]
 
     @classmethod
     def parse(cls, body: object) -> Self:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leader.duties import dead_letter
+from orchestrator.store import audit
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
@@ -52,6 +53,7 @@ class Offer:
 
 
 Answers = dict[str, Claim | NotClaimed]
+_Written = tuple[list[Settled], list[Answers | Exception]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class _Ended:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What one transaction writes, and what came of it."""
+    """What one transaction writes."""
 
     starts: list[Start]
     ends: list[End]
@@ -143,26 +145,22 @@ class Ledger:
         replies = iter(answers)
         return [next(replies) if isinstance(item, Offer) else {} for item in items]
 
-    def _write(self, turn: _Turn) -> tuple[list[Settled], list[Answers | Exception]]:
+    def _write(self, turn: _Turn) -> _Written:
         try:
-            return self._db.write(lambda conn: self._turn(conn, turn, finish_all))
+            return self._db.write(lambda conn: self._turn(conn, turn, checked=False))
         except NotAllOwned:  # rolled back; now find out which
-            return self._db.write(lambda conn: self._turn(conn, turn, None))
+            return self._db.write(lambda conn: self._turn(conn, turn, checked=True))
 
-    def _turn(
-        self,
-        conn: Connection,
-        turn: _Turn,
-        shortcut: Callable[[Connection, Claimant, Sequence[End]], list[Settled]] | None,
-    ) -> tuple[list[Settled], list[Answers | Exception]]:
-        if shortcut and not turn.starts and all_done(turn.ends):
-            settled = shortcut(conn, self._by, turn.ends)
-        else:
-            settled = record(conn, self._by, turn.starts, turn.ends, self._policy)
-        held = self._held() - {end.job_id for end in turn.ends}
-        answers: list[Answers | Exception] = [
-            claim_jobs(conn, self._by, offer.job_ids, self._memory_for, held) for offer in turn.offers
-        ]
+    def _turn(self, conn: Connection, turn: _Turn, *, checked: bool) -> _Written:
+        with audit.together(conn):
+            if checked or turn.starts or not all_done(turn.ends):
+                settled = record(conn, self._by, turn.starts, turn.ends, self._policy)
+            else:
+                settled = finish_all(conn, self._by, turn.ends)
+            held = self._held() - {end.job_id for end in turn.ends}
+            answers: list[Answers | Exception] = [
+                claim_jobs(conn, self._by, offer.job_ids, self._memory_for, held) for offer in turn.offers
+            ]
         return settled, answers
 
     def _write_later(self, turn: _Turn) -> list[Settled]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from sqlalchemy import Connection, select
 
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import audit
+
+_GATHERED = "audit events"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,23 @@ class Event:
 
 
 def record(conn: Connection, events: Sequence[Event]) -> None:
-    insert_rows(conn, audit, [event.row() for event in events])
+    gathered: list[Event] | None = conn.info.get(_GATHERED)
+    if gathered is None:
+        insert_rows(conn, audit, [event.row() for event in events])
+    else:
+        gathered.extend(events)
+
+
+@contextmanager
+def together(conn: Connection) -> Iterator[None]:
+    """Write the events of everything inside as one statement, at the end, in the same transaction."""
+    gathered: list[Event] = []
+    conn.info[_GATHERED] = gathered
+    try:
+        yield
+    finally:
+        del conn.info[_GATHERED]
+    record(conn, gathered)
 
 
 def of_job(conn: Connection, job_id: str, after_id: int = 0, limit: int = 1000) -> list[dict[str, Any]]:

@@ -61,15 +61,22 @@ class _Compiled:
 
 
 def insert_rows(
-    conn: Connection, table: Table, rows: Sequence[dict[str, Any]], defaults: Mapping[str, Any] | None = None
+    conn: Connection,
+    table: Table,
+    rows: Sequence[dict[str, Any]],
+    defaults: Mapping[str, Any] | None = None,
+    bulky: str | None = None,
 ) -> None:
-    """One multi-row INSERT. A column in which every row has its default (NULL unless named) is left out."""
+    """Insert rows by one multi-row statement, or a few when the `bulky` column holds too much for one.
+
+    A column in which every row has its default (NULL unless named) is left out.
+    """
     if not rows:
         return
     usual = defaults or {}
     used = tuple(name for name in rows[0] if any(row[name] != usual.get(name) for row in rows))
     head, placeholders, processors = _insert_parts(conn.dialect, table, used)
-    for part in _portions(rows, used):
+    for part in _portions(rows, len(used), bulky):
         values = [row[name] for row in part for name in used]
         if processors:
             convert = [processors.get(name) for name in used] * len(part)
@@ -77,12 +84,13 @@ def insert_rows(
         conn.exec_driver_sql(f"{head}{','.join([placeholders] * len(part))}", tuple(values))
 
 
-def _portions(rows: Sequence[dict[str, Any]], used: tuple[str, ...]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Rows for one statement each: nearly always all of them, but a megabyte apiece would not fit a packet."""
+def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> Iterator[Sequence[dict[str, Any]]]:
+    """Rows for one statement each: nearly always all of them, but megabytes would not fit a packet."""
+    most = MAX_PARAMETERS // width
     first = size = 0
-    for i, row in enumerate(rows):
-        weight = sum(len(value) for name in used if isinstance(value := row[name], str))
-        if i > first and (size + weight > MAX_CHARACTERS or (i - first + 1) * len(used) > MAX_PARAMETERS):
+    for i, row in enumerate(rows) if bulky or len(rows) > most else ():
+        weight = len(row[bulky]) if bulky else 0
+        if i > first and (size + weight > MAX_CHARACTERS or i - first >= most):
             yield rows[first:i]
             first, size = i, 0
         size += weight

@@ -138,19 +138,11 @@ def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.E
     for attempt, ids in by_attempt(ends):
         if move(conn, job_rules.FINISH, attempt, ids) != len(ids):
             raise NotAllOwned
-    insert_rows(
-        conn,
-        results,
-        [
-            {
-                "job_id": end.job_id,
-                "attempt": end.attempt,
-                "result": end.result,
-                "run_seconds": end.run_seconds,
-            }
-            for end in ends
-        ],
-    )
+    rows = [
+        {"job_id": end.job_id, "attempt": end.attempt, "result": end.result, "run_seconds": end.run_seconds}
+        for end in ends
+    ]
+    insert_rows(conn, results, rows, bulky="result")
     return [job_event(job_rules.FINISH, end.job_id, end.attempt, by, None) for end in ends]
 
 

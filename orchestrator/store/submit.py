@@ -79,7 +79,7 @@ def _insert_jobs(conn: Connection, fresh: list[NewJob], default_max_attempts: in
     rows = [_job_row(job, now, position, default_max_attempts) for position, job in enumerate(fresh)]
     _remember_lanes(conn, {row["lane"] for row in rows})
     # In key order: two batches that share ids then wait for each other instead of deadlocking.
-    insert_rows(conn, jobs, sorted(rows, key=lambda row: str(row["job_id"])), _JOB_DEFAULTS)
+    insert_rows(conn, jobs, sorted(rows, key=lambda row: str(row["job_id"])), _JOB_DEFAULTS, bulky="payload")
     audit.record(
         conn,
         [
