@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from orchestrator.identity import instance_id
 from orchestrator.jobs import NewJob
 from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leases import Denied, Granted, LeaseRequest
@@ -20,11 +18,6 @@ from orchestrator.store.database import Database
 from orchestrator.store.submit import Verdict, submit_jobs
 from orchestrator.stream.hub import Hub
 from orchestrator.telemetry import metrics
-
-
-def instance_id() -> str:
-    """host:pid:nonce. The nonce keeps a restarted process from being taken for its predecessor."""
-    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class Orchestrator:
         for lane in {job.spec.pool_id for job in created}:
             self.publisher.nudge(lane)
         for job in created:
-            metrics.submitted(job.spec.type, 1)
+            metrics.submitted(job.spec.type)
         answers = iter(verdicts)
         return [[next(answers) for _ in submission.jobs] for submission in submissions]
 

@@ -2,20 +2,18 @@
 
     pending ──claim──▶ claimed ──start──▶ running ──▶ done | skipped | failed | dead_letter
        ▲                  │                  │
-       └──── retry, hand_back, lost ─────────┘
+       └──────── retry, hand_back ───────────┘
 
-Nothing here touches a server. the store has one function per arrow and takes the arrows from this table, so
-this page is the only place that knows which state may follow which.
+Nothing here touches a server. `store.moves.move` takes every arrow from this table, so this page is the only place
+that knows which state may follow which. A waiting job may also be deferred: it stays pending, until later.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -24,7 +22,9 @@ from typing import Annotated, Any, Self
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from orchestrator.errors import InvalidInput, PayloadTooLarge
+from orchestrator.jsontext import canonical_json
 from orchestrator.ranking import PRIORITY_NAMES
+from orchestrator.settings import Settings
 
 DEFAULT_LANE = "default"
 NAME = r"^[A-Za-z0-9._:\-]+$"
@@ -55,9 +55,9 @@ OWNED = frozenset({Status.CLAIMED, Status.RUNNING})
 
 @dataclass(frozen=True)
 class Arrow:
-    """One allowed transition; `event` names its audit row."""
+    """One allowed transition; `event` names its audit row. Only deferring has none: it changes no status."""
 
-    event: str
+    event: str | None
     source: frozenset[Status]
     target: Status
 
@@ -72,7 +72,7 @@ FAIL = Arrow("job.failed", OWNED, Status.FAILED)
 BURY = Arrow("job.dead_letter", OWNED, Status.DEAD_LETTER)
 RETRY = Arrow("job.retry", OWNED, Status.PENDING)
 HAND_BACK = Arrow("job.handed_back", OWNED, Status.PENDING)
-DEFER = Arrow("job.deferred", frozenset({Status.PENDING}), Status.PENDING)
+DEFER = Arrow(None, frozenset({Status.PENDING}), Status.PENDING)
 
 ARROWS = (CLAIM, START, FINISH, SKIP, FAIL, BURY, RETRY, HAND_BACK, DEFER)
 
@@ -92,6 +92,10 @@ class RetryPolicy:
     base_s: float
     cap_s: float
     max_crashes: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(settings.retry_base_s, settings.retry_cap_s, settings.max_crashes)
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,7 @@ def _readable(invalid: ValidationError) -> InvalidInput:
 
 
 _NOT_OPTIONS = {"job_id", "payload", "earliest_start_at"}
+_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in JobSpec.model_fields.items()}
 
 
 @dataclass(frozen=True)
@@ -233,35 +238,7 @@ class NewJob:
             raise PayloadTooLarge(f"payload is larger than {max_bytes} bytes; pass a reference to the data", "payload")
         later = _utc(spec.earliest_start_at) if spec.earliest_start_at else None
         # The same moment in another zone is the same content; an option left out is its default.
-        options = [v for k, v in spec.__dict__.items() if k not in _NOT_OPTIONS]
+        given = spec.model_fields_set - _NOT_OPTIONS
+        options = sorted((k, v) for k, v in spec.__dict__.items() if k in given and v != _DEFAULTS[k])
         digest = hashlib.sha256(f"{options!r}\n{later}\n{payload}".encode()).hexdigest()
         return cls(spec, spec.job_id or new_job_id(), spec.job_id is None, payload, digest, later, trace_context)
-
-
-def canonical_json(value: object, name: str, max_depth: int) -> str:
-    """The one text form of a JSON value: sorted keys, no spaces, valid UTF-8, no NaN, bounded depth."""
-    _check_depth(value, name, max_depth)
-    try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, TypeError, UnicodeEncodeError) as unfit:
-        raise InvalidInput(f"{name} is not plain JSON: {unfit}", name) from None
-    return text
-
-
-def _check_depth(value: object, name: str, max_depth: int) -> None:
-    """Level by level, not by recursion: the input decides how deep it is."""
-    level, depth = [value], 0
-    while level:
-        level = [child for node in level for child in _children(node)]
-        depth += 1
-        if depth > max_depth:
-            raise InvalidInput(f"{name} is nested deeper than {max_depth} levels", name)
-
-
-def _children(node: object) -> list[object]:
-    if isinstance(node, Mapping):
-        return [child for child in node.values() if isinstance(child, dict | list)]
-    if isinstance(node, list):
-        return [child for child in node if isinstance(child, dict | list)]
-    return []

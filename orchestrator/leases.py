@@ -7,8 +7,8 @@ import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
 
-#: Seconds after which a denied request is worth trying again.
-RETRY_AFTER_S = 1.0
+#: Seconds after which a denied request is worth trying again: when memory is taken, and when no GPU is large enough.
+RETRY_AFTER_S, HOPELESS_RETRY_AFTER_S = 1.0, 60.0
 
 
 def new_token() -> str:
@@ -20,9 +20,17 @@ def token_hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+#: Begins the key of a job's own lease, JOB_LEASE + job id + ":" + attempt. No token hashes to a text with colons.
+JOB_LEASE = "job:"
+
+
 def job_lease_key(job_id: str, attempt: int) -> str:
-    """The key of a job's own lease. It has no secret: no token hashes to a text with colons."""
-    return f"job:{job_id}:{attempt}"
+    return f"{JOB_LEASE}{job_id}:{attempt}"
+
+
+def lease_name(key: str) -> str:
+    """What people may see of a lease: enough to tell leases apart, never enough to use one."""
+    return key if key.startswith(JOB_LEASE) else key[:12]
 
 
 @dataclass(frozen=True)

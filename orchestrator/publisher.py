@@ -84,7 +84,7 @@ class Publisher:
         lane = self._hub.lane(lane_name)
         pace = self._pace.setdefault(lane_name, Pace())
         window = self._window(lane_name, pace)
-        length = lane.length()
+        length = lane.unread()
         room, total = window - length, 0
         # Refilled when half empty: one transaction for many jobs instead of one for each that leaves.
         while room - total >= (window + 1) // 2 or 0 < total < room:
@@ -130,3 +130,5 @@ class Publisher:
                 except Unavailable as away:
                     # Nothing is lost: the rows stay, and the leader's timer publishes them later.
                     log.warning("publish failed", extra={"lane": lane, "error": str(away)})
+                except Exception:
+                    log.exception("publisher broke", extra={"lane": lane})

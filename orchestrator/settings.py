@@ -170,7 +170,7 @@ class Settings(BaseModel):
     lease_ttl_s: Seconds = _is(60.0, "how long a GPU lease lives without a heartbeat, by default")
     lease_ttl_max_s: Seconds = _is(86_400.0, "longest lease a client may ask for")
     worker_timeout_s: Seconds = _is(10.0, "a worker silent for this long is dead")
-    worker_heartbeat_s: Seconds = _is(2.0, "how often a worker says that it lives")
+    worker_heartbeat_s: Seconds = _is(2.0, "at most this long between two signs of life of a worker")
     worker_slots: UpTo512 = _is(4, "jobs that one worker runs at the same time")
     worker_grace_s: SecondsOrZero = _is(5.0, "time running jobs get at SIGTERM before they are handed back")
     worker_pool: Lane | None = _is(None, "pool whose lane the worker serves; absent: the default lane")

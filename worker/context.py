@@ -20,7 +20,6 @@ class Context:
     agent: str
     model_id: str | None = None
     device: str | None = None
-    variant: str | None = None
     trace_context: str | None = None
     _report: Callable[[float, str], None] = field(default=lambda _fraction, _note: None, repr=False)
     _last_report: float = field(default=float("-inf"), repr=False)

@@ -69,7 +69,7 @@ class Intake:
         held: Held,
         settings: Settings,
         *,
-        on_read: Callable[[int], None],
+        on_read: Callable[[int, bool], None],
         on_refused: Callable[[Claim], None],
     ) -> None:
         self._db = db
@@ -84,6 +84,8 @@ class Intake:
         self._on_refused = on_refused
         #: Whether the last read brought as much as was asked for, so that the next will probably bring something too.
         self.backlogged = False
+        #: Entries that were read, and not yet claimed or let go.
+        self._unanswered: list[Entry] = []
         self._claim_s = 0.0  # how long the last claim took
         # A claim may wait for a transaction that is being retried; one without an answer at all is a bug.
         self._patience_s = 10 * settings.db_timeout_s
@@ -122,20 +124,19 @@ class Intake:
         free = self._slots.wait_free(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
         if not free or self._stop.is_set():
             return
-        entries = self._reader.read(free, self._settings.redis_block_ms)
+        entries = self._unanswered or self._reader.read(free, self._settings.redis_block_ms)
+        self._unanswered = entries[free:]
+        entries = entries[:free]
         self.backlogged = len(entries) >= free
         in_hand = self._held.entry_ids()
         fresh = [entry for entry in entries if entry.entry_id not in in_hand]
-        if len(fresh) > free:  # what an earlier fault left over; the rest comes with the next look back
-            fresh = fresh[:free]
-            self._reader.look_back()
+        self._on_read(len(fresh), len(entries) < free)
         if not fresh:
             return
         if self._stop.is_set():
             self._put_back(fresh)
         else:
             self._claim(fresh)
-            self._on_read(len(fresh))
 
     def _claim(self, entries: Sequence[Entry]) -> None:
         by_job = {entry.job_id: entry for entry in entries if entry.job_id}
@@ -143,7 +144,8 @@ class Intake:
         try:
             answers = self._ledger.claim(list(by_job)).result(self._patience_s) if by_job else {}
         except DatabaseUnavailable:
-            self._reader.look_back()  # the entries are ours and pending: read them again
+            # Perhaps committed, perhaps not: asked again, a claim whose answer was lost is found and undone first.
+            self._unanswered = [*entries, *self._unanswered]
             raise
         self._claim_s = time.monotonic() - started
         done_with = [entry.entry_id for entry in entries if not entry.job_id or entry is not by_job[entry.job_id]]

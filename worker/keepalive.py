@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from orchestrator.errors import OrchestratorError, WorkerLost
-from orchestrator.gpu.simulated import NoGpus, SimulatedGpus
+from orchestrator.gpu.backends import Backend
 from orchestrator.settings import Settings
 from orchestrator.store import nodes
 from orchestrator.store.database import Database
@@ -28,7 +28,7 @@ class Keepalive:
         self,
         db: Database,
         worker: Worker,
-        gpus: SimulatedGpus | NoGpus,
+        gpus: Backend,
         settings: Settings,
         beat: Callable[[], Beat],
         on_lost: Callable[[], None],

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from orchestrator.dead_letters import dead_letter
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
-from orchestrator.leader.duties import dead_letter
 from orchestrator.store import audit
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
-from orchestrator.store.database import Database
+from orchestrator.store.database import CONTENT_ERRORS, Database
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
 from orchestrator.stream.hub import Hub
@@ -130,15 +130,16 @@ class Ledger:
         offers = [item for item in items if isinstance(item, Offer)]
         try:
             settled, answers = self._write(_Turn(starts, ends, offers))
-        except DatabaseUnavailable as away:
-            # Claims are given back to whoever asked; ends must be written, whenever that is.
-            settled, answers = self._write_later(_Turn(starts, ends, [])), [away] * len(offers)
-        except Exception as error:
-            if len(items) > 1 or not ends:
+        except CONTENT_ERRORS as error:
+            if len(items) > 1 or offers:
                 raise  # the batcher finds the one at fault
-            # The database refuses this very end, and would again: the job must not stay owned for ever.
-            log.exception("an end could not be written", extra={"job_id": ends[0].job_id})
-            settled, answers = self._write_later(_Turn([], [_unwritable(ends[0], error)], [])), []
+            # The database would refuse this very end for ever: the job must not stay owned that long.
+            log.exception("could not be written", extra={"note": repr(items[0])[:200]})
+            settled, answers = self._write_later(_Turn([], [_unwritable(end, error) for end in ends], [])), []
+        except Exception as error:  # noqa: BLE001 - the server's trouble, under whatever name
+            # Claims are given back to whoever asked; ends must be written, whenever that is.
+            away = DatabaseUnavailable(f"the claim failed: {error}")
+            settled, answers = self._write_later(_Turn(starts, ends, [])), [away] * len(offers)
         if settled:
             self._acks.post([_Ended(item, ended[item.end.job_id].entry_id) for item in settled])
         self._on_settled(settled)
@@ -164,13 +165,17 @@ class Ledger:
         return settled, answers
 
     def _write_later(self, turn: _Turn) -> list[Settled]:
-        while True:
+        """Try until it is written: an end that is dropped would leave its job owned for ever."""
+        while turn.starts or turn.ends:
             try:
                 return self._write(turn)[0]
-            except DatabaseUnavailable as away:
-                log.warning("results wait for the database", extra={"jobs": len(turn.ends), "error": str(away)})
+            except CONTENT_ERRORS:
+                raise
+            except Exception as error:
+                log.warning("results wait for the database", extra={"jobs": len(turn.ends), "error": str(error)})
                 if self._give_up.wait(RETRY_EVERY_S):
                     raise
+        return []
 
     def _acknowledge(self, groups: list[list[_Ended]]) -> list[None]:
         ended = [item for group in groups for item in group]

@@ -23,6 +23,9 @@ from worker import handlers, wire
 from worker.context import Context
 from worker.handlers import Permanent, Registered, Retry, Skip
 
+#: Levels a result may nest, as a payload may by default.
+MAX_DEPTH = 64
+
 
 @dataclass
 class Slot:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 #: A job is written down as running when it has run this long; one that ends sooner needs no such write.
 RUNNING_AFTER_S = 0.05
+#: Longest pause a handler may ask for.
+MAX_RETRY_AFTER_S = 31_536_000.0
 #: Jobs of less than this many seconds are worth waiting for.
 QUICK_S = 0.002
 #: A slot that cannot start is tried again after 0.5, 1, 2 … at most this many seconds.
@@ -159,6 +161,8 @@ class SlotPool:
             for slot in self._slots:
                 self._kill(slot)
         self._join(timeout_s)
+        for fd in (self._wake_r, self._wake_w):
+            os.close(fd)
 
     def _join(self, timeout_s: float) -> None:
         if self._thread.is_alive():
@@ -169,17 +173,25 @@ class SlotPool:
 
     def _loop(self) -> None:
         while not (self._closing and not self._slots):
-            self._respawn()
-            for key, _ in self._selector.select(TICK_S):
-                slot: SlotProcess | None = key.data
-                if slot is None:
-                    os.read(self._wake_r, 4096)
-                elif key.fd == slot.pidfd:
-                    self._bury(slot)
-                else:
-                    self._hear(slot)
-            self._look_at_clocks()
+            try:
+                self._turn()
+            except Exception:
+                # Without this thread no job would ever end here; it is shown, and the next turn tries again.
+                log.exception("slots broke")
+                time.sleep(TICK_S)
         self._selector.close()
+
+    def _turn(self) -> None:
+        self._respawn()
+        for key, _ in self._selector.select(TICK_S):
+            slot: SlotProcess | None = key.data
+            if slot is None:
+                os.read(self._wake_r, 4096)
+            elif key.fd == slot.pidfd:
+                self._bury(slot)
+            else:
+                self._hear(slot)
+        self._look_at_clocks()
 
     def _respawn(self) -> None:
         while not self._closing and len(self._slots) < self._count and time.monotonic() >= self._respawn_at:
@@ -327,9 +339,14 @@ def _end(claim: Claim, ending: dict[str, Any], body: str) -> End:
         result=body or None,
         error_kind=ErrorKind(kind) if kind else None,
         error=ending.get("error"),
-        retry_after_s=ending.get("retry_after_s"),
+        retry_after_s=_bounded(ending.get("retry_after_s")),
         lease_key=claim.lease.key if claim.lease else None,
     )
+
+
+def _bounded(seconds: float | None) -> float | None:
+    """A pause within a year; anything else a handler asks for is left to the usual backoff."""
+    return seconds if seconds is not None and 0 <= seconds <= MAX_RETRY_AFTER_S else None
 
 
 def _overran(claim: Claim) -> End:
@@ -345,7 +362,14 @@ def _overran(claim: Claim) -> End:
     )
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
+
+
 def _crashed(claim: Claim, code: int) -> End:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
     error = f"the process that ran it {how}"
     return End(claim.job_id, claim.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=error)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import socket
 import threading
 from collections.abc import Sequence
 
-from orchestrator.daemon import instance_id
 from orchestrator.errors import OrchestratorError, Unavailable
-from orchestrator.gpu.simulated import backend
-from orchestrator.jobs import DEFAULT_LANE, HAND_BACK, RETRY, RetryPolicy
+from orchestrator.gpu import backends
+from orchestrator.identity import instance_id, node_id
+from orchestrator.jobs import BURY, DEFAULT_LANE, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import nodes
@@ -48,9 +49,9 @@ class Session:
         self._hub = hub
         self._publisher = publisher
         self._lane = hub.lane(settings.worker_pool or DEFAULT_LANE)
-        self._node_id = settings.node_id or socket.gethostname()
+        self._node_id = node_id(settings)
         self.worker_id = instance_id()
-        self._gpus = backend(settings.gpu_backend, self._node_id, settings.data_dir)
+        self._gpus = backends.choose(settings.gpu_backend, self._node_id, settings.data_dir)
         self._by = Claimant(self.worker_id, self._node_id, self._lane.name, settings.lease_ttl_s, settings.gpu_stale_s)
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
@@ -63,7 +64,7 @@ class Session:
 
     def _build(self) -> None:
         settings = self._settings
-        policy = RetryPolicy(settings.retry_base_s, settings.retry_cap_s, settings.max_crashes)
+        policy = RetryPolicy.of(settings)
         self._slots = SlotPool(
             settings.worker_slots,
             [str(settings.payload_max_bytes), *settings.worker_handlers],
@@ -90,7 +91,7 @@ class Session:
             self._ledger,
             self._held,
             settings,
-            on_read=lambda count: self._publisher.consumed(self._lane.name, count),
+            on_read=self._read,
             on_refused=self._refused,
         )
 
@@ -161,12 +162,21 @@ class Session:
         self._ended(claim, End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="no slot was free any more"))
 
     def _progressed(self, claim: Claim, fraction: float, note: str) -> None:
-        self._progress[claim.job_id] = (claim.attempt, fraction, note)
+        """What a handler says must not be able to stop the heartbeat that carries it."""
+        if math.isfinite(fraction):
+            text = str(note).encode(errors="replace").decode()
+            self._progress[claim.job_id] = (claim.attempt, min(max(float(fraction), 0.0), 1.0), text)
+
+    def _read(self, count: int, ran_dry: bool) -> None:
+        if ran_dry:
+            self._publisher.nudge(self._lane.name)
+        else:
+            self._publisher.consumed(self._lane.name, count)
 
     def _settled(self, settled: Sequence[Settled]) -> None:
         self._held.drop([item.end.job_id for item in settled])
-        for item in settled:
-            self._counts["done" if item.end.outcome is Outcome.DONE else "failed"] += 1
+        self._counts["done"] += sum(item.arrow in (FINISH, SKIP) for item in settled)
+        self._counts["failed"] += sum(item.arrow in (FAIL, BURY, RETRY) for item in settled)
         if any(item.arrow in (HAND_BACK, RETRY) for item in settled):
             self._publisher.nudge(self._lane.name)
 

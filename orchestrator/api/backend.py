@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -16,7 +16,7 @@ from orchestrator.daemon import Orchestrator
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.jobs import NewJob
 from orchestrator.leases import Denied, Granted, LeaseRequest
-from orchestrator.store import job_reads
+from orchestrator.store import job_reads, leases
 from orchestrator.store.submit import Verdict
 
 T = TypeVar("T")
@@ -44,7 +44,19 @@ class Backend:
         return await self._limited(asyncio.wrap_future(self.orchestrator.submit(jobs)))
 
     async def lease(self, request: LeaseRequest) -> Granted | Denied:
-        return await self._limited(asyncio.wrap_future(self.orchestrator.lease(request)))
+        future = self.orchestrator.lease(request)
+        try:
+            # Shielded: what waits in the batcher may be granted although its caller has gone.
+            return await self._limited(asyncio.shield(asyncio.wrap_future(future)))
+        except BaseException:
+            future.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, late: Future[Granted | Denied]) -> None:
+        """Nobody got this answer: its memory must not stay taken until the lease ends by itself."""
+        answer = None if late.cancelled() or late.exception() else late.result()
+        if isinstance(answer, Granted):
+            self._threads.submit(self.orchestrator.db.write, lambda conn: leases.release(conn, answer.request.token))
 
     def close(self) -> None:
         self.waiters.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +12,8 @@ from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json
 from orchestrator.cli.schema import opened
 from orchestrator.errors import OrchestratorError
-from orchestrator.gpu.simulated import backend
+from orchestrator.gpu import backends
+from orchestrator.identity import node_id
 from orchestrator.settings import Loaded, Settings, safe_url
 from orchestrator.store import migrate
 from orchestrator.store.database import Database
@@ -110,7 +110,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
 
 
 def _gpus(settings: Settings) -> Iterator[Finding]:
-    gpus = backend(settings.gpu_backend, settings.node_id or socket.gethostname(), settings.data_dir).sample()
+    gpus = backends.choose(settings.gpu_backend, node_id(settings), settings.data_dir).sample()
     kind = "SIMULATED" if settings.gpu_backend.startswith("sim:") else "this node has"
     yield Finding("gpus", ok=True, detail=f"{settings.gpu_backend}: {kind} {len(gpus)}")
 

@@ -7,7 +7,7 @@ import click
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json, print_record
 from orchestrator.cli.schema import opened, require_schema
-from orchestrator.daemon import instance_id
+from orchestrator.identity import instance_id
 from orchestrator.leader import duties, term
 from orchestrator.leader.duties import DUTIES, DutyContext
 from orchestrator.publisher import Publisher

@@ -42,25 +42,6 @@ class SimulatedGpus:
         return Gpu(uuid, index, "simulated GPU", total_mb, sum(used.values()), foreign)
 
 
-class NoGpus:
-    """Backend `none`: this node has no GPUs."""
-
-    name = "none"
-
-    def environment(self) -> dict[str, str]:
-        return {}
-
-    def sample(self) -> list[Gpu]:
-        return []
-
-
-def backend(spec: str, node_id: str, data_dir: Path) -> SimulatedGpus | NoGpus:
-    """The backend that `gpu_backend` names. `auto` finds no GPUs: NVML is not supported yet."""
-    if spec.startswith("sim:"):
-        return SimulatedGpus(spec, node_id, data_dir / "simulated-gpus")
-    return NoGpus()
-
-
 @contextmanager
 def allocated(uuids: str, memory_mb: int) -> Iterator[None]:
     """Hold memory on each of the comma-separated GPUs while the block runs."""

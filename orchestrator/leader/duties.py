@@ -6,12 +6,13 @@ batch it is called again at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator import jobs as job_rules
-from orchestrator.errors import UnknownDuty
+from orchestrator.dead_letters import dead_letter
+from orchestrator.errors import RedisUnavailable, UnknownDuty
 from orchestrator.jobs import OWNED, RetryPolicy, Status
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
@@ -19,9 +20,11 @@ from orchestrator.settings import Settings
 from orchestrator.store import leases, nodes, outbox
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.moves import Claimant
-from orchestrator.store.settle import Settled, take_from_dead
-from orchestrator.stream.hub import DeadLetter, Hub
+from orchestrator.store.settle import take_from_dead
+from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
+
+log = logging.getLogger(__name__)
 
 #: Rows one transaction of a duty may touch.
 BATCH = 500
@@ -43,7 +46,7 @@ class DutyContext:
 
     @property
     def retry_policy(self) -> RetryPolicy:
-        return RetryPolicy(self.settings.retry_base_s, self.settings.retry_cap_s, self.settings.max_crashes)
+        return RetryPolicy.of(self.settings)
 
     def lanes(self) -> list[str]:
         return self.term.db.read(outbox.known_lanes)
@@ -52,12 +55,25 @@ class DutyContext:
 def publish(context: DutyContext) -> int:
     """Make due jobs ready and fill every lane's window: the backstop of the nudges."""
     promoted = context.term.write(lambda conn: outbox.promote_due(conn, BATCH))
-    return promoted + sum(context.publisher.publish(lane) for lane in context.lanes())
+    return promoted + _in_every_lane(context, context.publisher.publish)
 
 
 def repair(context: DutyContext) -> int:
     """Announce again what the database believes published and the stream does not have."""
-    return sum(_repair_lane(context, lane) for lane in context.lanes())
+    return _in_every_lane(context, lambda lane: _repair_lane(context, lane))
+
+
+def _in_every_lane(context: DutyContext, work: Callable[[str], int]) -> int:
+    """Do it in all lanes, then report the first that failed: a broken lane must not hold up the others."""
+    did, failures = 0, []
+    for lane in context.lanes():
+        try:
+            did += work(lane)
+        except RedisUnavailable as broken:
+            failures.append(broken)
+    if failures:
+        raise failures[0]
+    return did
 
 
 def _repair_lane(context: DutyContext, lane: str) -> int:
@@ -81,7 +97,7 @@ def purge_leases(context: DutyContext) -> int:
 def reclaim(context: DutyContext) -> int:
     """Give the work of the dead to the living: jobs of lost workers, then entries nobody will finish."""
     rescued = _reclaim_jobs(context)
-    return rescued + sum(_reclaim_entries(context, context.hub.lane(lane)) for lane in context.lanes())
+    return rescued + _in_every_lane(context, lambda lane: _reclaim_entries(context, context.hub.lane(lane)))
 
 
 def _reclaim_jobs(context: DutyContext) -> int:
@@ -98,22 +114,16 @@ def _reclaim_jobs(context: DutyContext) -> int:
     return rescued
 
 
-def dead_letter(item: Settled, entry_id: str = "") -> DeadLetter | None:
-    """The letter for a job whose end was its last."""
-    if item.arrow is not job_rules.BURY:
-        return None
-    end = item.end
-    return DeadLetter(end.job_id, entry_id, end.attempt, end.error or "", str(end.error_kind or "attempts_used_up"))
-
-
 def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     """Decide about idle entries by the rows behind them, never by their age alone.
 
     An entry whose job is owned by a living worker stays. One whose job still waits was read by somebody who died
-    before claiming it: the job is announced anew. One whose job is over, or owned under a newer entry, goes.
+    before claiming it: the job is announced anew. One whose job is over goes.
     """
     idle = lane.take_idle(context.cursors.get(lane.name, "0-0"), context.settings.claim_idle_ms, BATCH)
     context.cursors[lane.name] = idle.cursor
+    if idle.deleted:  # `repair` finds the jobs that waited behind them
+        log.warning("entries vanished from the stream", extra={"lane": lane.name, "entries": len(idle.deleted)})
     ids = [entry.job_id for entry in idle.entries if entry.job_id]
     status = context.term.db.read(lambda conn: statuses(conn, ids)) if ids else {}
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]

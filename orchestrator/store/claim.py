@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,16 @@ from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, sel
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
-from orchestrator.leases import Denied, Granted, LeaseRequest
+from orchestrator.leases import HOPELESS_RETRY_AFTER_S, Denied, Granted, LeaseRequest
 from orchestrator.store import audit, leases, ownership
-from orchestrator.store.dialect import by_key
+from orchestrator.store.dialect import by_key, seconds_since
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.schema import jobs
 from orchestrator.store.settle import End, Outcome, record
 
+#: Longest pause between two offers of a job that finds no GPU memory.
+MAX_PATIENCE_S = 600.0
 #: Seconds until a job whose type this worker does not know is offered again.
 NO_HANDLER_S = 5.0
 
@@ -65,6 +68,7 @@ _OFFERED = Hot(
                 jobs.c.min_memory_mb,
                 jobs.c.gpu_count,
                 jobs.c.cpu_fallback,
+                seconds_since(jobs.c.created_at),
             ).label("options"),
         )
         .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_(_CLAIMABLE))
@@ -88,6 +92,7 @@ class _Offered:
     min_memory_mb: int | None
     gpu_count: int
     cpu_fallback: int
+    age_s: float
 
 
 def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
@@ -125,7 +130,7 @@ def claim_jobs(
     for job in free:
         lease = granted.get(job.job_id)
         if isinstance(lease, Denied):
-            _defer(conn, job, lease.reason, lease.retry_after_s)
+            _defer(conn, job, lease.reason, _patience(job, lease))
             answers[job.job_id] = NotClaimed(lease.reason)
     _take_ownership(conn, by, [job for job in free if job.job_id not in answers], granted, answers)
     return answers
@@ -235,6 +240,15 @@ def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
     }
 
 
+def _patience(job: _Offered, denied: Denied) -> float:
+    """Seconds until a denied job is offered again: the longer it has waited, the more.
+
+    Otherwise a crowd of jobs that do not fit would keep all others from being offered at all.
+    """
+    share = 1.0 if denied.retry_after_s >= HOPELESS_RETRY_AFTER_S else 0.1
+    return min(max(denied.retry_after_s, share * job.age_s), MAX_PATIENCE_S) * random.uniform(0.8, 1.2)
+
+
 def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:
-    """Pending → pending, later: nobody's fault, no attempt charged; the reason is what `explain` shows."""
+    """Pending → pending, later: nobody's fault, no attempt charged; the reason is shown as `wait_reason`."""
     move(conn, job_rules.DEFER, row.attempt, [row.job_id], wait_reason=reason[:255], delay_s=delay_s)

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    ProgrammingError,
+    SQLAlchemyError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from orchestrator.errors import DatabaseUnavailable
@@ -21,6 +28,10 @@ T = TypeVar("T")
 MAX_RUNS = 8
 #: A broken connection is tried again at once, a few times: a restarted server leaves many dead ones in the pool.
 MAX_RECONNECTS = 3
+
+
+#: Errors about what was to be written: the same write would fail again. All others are about the server, or now.
+CONTENT_ERRORS = (DataError, IntegrityError, ProgrammingError, InterfaceError, UnicodeError, TypeError, ValueError)
 
 
 class Database:
@@ -63,7 +74,7 @@ class Database:
                 with engine.begin() if transaction else engine.connect() as connection:
                     return work(connection)
             except DBAPIError as error:
-                if error.connection_invalidated and reconnects < MAX_RECONNECTS:
+                if run < MAX_RUNS and error.connection_invalidated and reconnects < MAX_RECONNECTS:
                     reconnects += 1
                 elif run < MAX_RUNS and self._dialect.is_contention(error):
                     time.sleep(random.uniform(0, 0.005 * 2**run))

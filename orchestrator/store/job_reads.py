@@ -15,7 +15,7 @@ from sqlalchemy import Connection, and_, func, or_, select
 from orchestrator.errors import InvalidInput, JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.store.dialect import seconds_since
-from orchestrator.store.schema import jobs, leases, results, workers
+from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
 _HIDDEN = {"payload_hash", "lease_token", "rank"}
@@ -149,7 +149,7 @@ def live_pools(conn: Connection) -> list[PoolLiveness]:
     """Per pool with live workers: how many, and how long ago the most silent of them was heard."""
     rows = conn.execute(
         select(workers.c.pool_id, func.count(), func.max(seconds_since(workers.c.last_heartbeat)))
-        .where(workers.c.status.in_(("active", "draining")))
+        .where(workers.c.status.in_(LIVE_WORKERS))
         .group_by(workers.c.pool_id)
     )
     return [PoolLiveness(pool_id, count, max(0.0, float(silent))) for pool_id, count, silent in rows]

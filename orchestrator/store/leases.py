@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ClauseElement, Connection, bindparam, delete, func, select, update
+from sqlalchemy import ClauseElement, Connection, bindparam, delete, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
-from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, token_hash
+from orchestrator.leases import (
+    HOPELESS_RETRY_AFTER_S,
+    RETRY_AFTER_S,
+    Denied,
+    GpuShare,
+    Granted,
+    LeaseRequest,
+    lease_name,
+    new_token,
+    token_hash,
+)
 from orchestrator.placement import GpuView, Placed, place
 from orchestrator.store import audit
 from orchestrator.store.database import Database
@@ -75,23 +86,24 @@ def grant(
 
 def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], stale_s: float) -> list[Granted | Denied]:
     """Answer requests from outside in one transaction of their own, with their audit rows."""
-
-    def work(conn: Connection) -> list[Granted | Denied]:
-        answers = grant(conn, requests, stale_s)
-        audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
-        return answers
-
     try:
-        return db.write(work)
+        return db.write(lambda conn: _grant_and_record(conn, requests, stale_s))
     except IntegrityError:
-        # Tokens are random: the only way to meet one's own is a commit whose answer was lost. Begin anew.
+        # Tokens are random: the only way to meet one's own is a commit whose answer was lost. Undo it, begin anew.
         db.write(lambda conn: free(conn, [request.key for request in requests]))
-        return db.write(work)
+        anew = [replace(request, token=new_token()) for request in requests]
+        return db.write(lambda conn: _grant_and_record(conn, anew, stale_s))
+
+
+def _grant_and_record(conn: Connection, requests: Sequence[LeaseRequest], stale_s: float) -> list[Granted | Denied]:
+    answers = grant(conn, requests, stale_s)
+    audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
+    return answers
 
 
 def _granted_event(lease: Granted) -> audit.Event:
     details = {
-        "lease": lease.key[:12],
+        "lease": lease_name(lease.key),
         "mode": lease.mode,
         "memory_mb": lease.request.memory_mb,
         "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
@@ -134,7 +146,7 @@ def _propose(
             proposals[i] = choice
             current |= {gpu.gpu_uuid: gpu.with_lease(request.memory_mb) for gpu in choice.gpus}
         else:
-            answers[i] = Denied(choice.reason)
+            answers[i] = Denied(choice.reason, HOPELESS_RETRY_AFTER_S if choice.hopeless else RETRY_AFTER_S)
     return proposals
 
 
@@ -256,16 +268,21 @@ def release(conn: Connection, token: str, actor: str | None = None) -> str:
     row = _find(conn, key, lock=True)
     if row.state == "active":
         _end(conn, [key], "released")
-        audit.record(conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": key[:12]})])
+        audit.record(
+            conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": lease_name(key)})]
+        )
     state: str = row.state
     return state
 
 
 def purge(conn: Connection, limit: int = 200) -> int:
-    """End leases whose time is over. Leases of jobs are left to reclaim, which frees them with their job."""
+    """End leases whose time is over.
+
+    Those of jobs too: a worker renews them while it lives, and stops what runs under them before they end.
+    """
     due = conn.execute(
         select(leases.c.token, leases.c.agent_name)
-        .where(leases.c.state == "active", leases.c.expires_at <= utc_now(), leases.c.job_id.is_(None))
+        .where(leases.c.state == "active", leases.c.expires_at <= utc_now())
         .order_by(leases.c.expires_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -273,7 +290,7 @@ def purge(conn: Connection, limit: int = 200) -> int:
     _end(conn, [row.token for row in due], "expired")
     audit.record(
         conn,
-        [audit.Event("lease.expired", actor=row.agent_name, details={"lease": row.token[:12]}) for row in due],
+        [audit.Event("lease.expired", actor=row.agent_name, details={"lease": lease_name(row.token)}) for row in due],
     )
     return len(due)
 
@@ -306,6 +323,9 @@ def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:
 
 def active(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
     """Live leases, oldest first, without anything that could be used as a token."""
-    shown = [func.substr(leases.c.token, 1, 12).label("lease"), *(c for c in leases.c if c.name != "token")]
-    rows = conn.execute(select(*shown).where(leases.c.state == "active").order_by(leases.c.created_at).limit(limit))
-    return [row._asdict() for row in rows]
+    rows = conn.execute(select(leases).where(leases.c.state == "active").order_by(leases.c.created_at).limit(limit))
+    return [{"lease": lease_name(row.token), **_without_token(row._asdict())} for row in rows]
+
+
+def _without_token(lease: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in lease.items() if name != "token"}

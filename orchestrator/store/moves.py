@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, Queued
-from orchestrator.leases import job_lease_key
+from orchestrator.leases import JOB_LEASE
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import Hot
@@ -93,7 +93,7 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
         "lease_token": case(
             (
                 bindparam("leased", type_=Boolean),
-                literal("job:") + jobs.c.job_id + bindparam("lease_end", type_=String),
+                literal(JOB_LEASE) + jobs.c.job_id + bindparam("lease_end", type_=String),
             ),
             else_=None,
         ),
@@ -121,7 +121,7 @@ def move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], *
     """
     extra: dict[str, Any] = {name: values.pop(name) for name in ("delay_s", "leased") if name in values}
     if "leased" in extra:
-        extra["lease_end"] = job_lease_key("", attempt + 1).removeprefix("job:")
+        extra["lease_end"] = f":{attempt + 1}"
     statement = _statement(arrow, tuple(sorted(values)))
     given = {f"set_{column}": value for column, value in values.items()}
     return statement.run(conn, job_ids, owned_attempt=attempt, **given, **extra).rowcount
@@ -144,6 +144,7 @@ def by_attempt(attempts: Sequence[Attempt]) -> list[tuple[int, list[str]]]:
 
 
 def job_event(arrow: Arrow, job_id: str, attempt: int, by: Claimant, details: dict[str, Any] | None) -> audit.Event:
+    assert arrow.event is not None, "only deferring has no event, and nobody records it"
     return audit.Event(
         arrow.event,
         job_id=job_id,

@@ -13,9 +13,10 @@ from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerLost
 from orchestrator.gpu import Gpu
+from orchestrator.jobs import OWNED
 from orchestrator.store import audit
 from orchestrator.store.dialect import utc_now, utc_shift
-from orchestrator.store.schema import gpus, jobs, leases, nodes, workers
+from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, nodes, workers
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Worker:
 
 
 def register(conn: Connection, worker: Worker, gpu_backend: str) -> None:
+    if conn.execute(select(workers.c.worker_id).where(workers.c.worker_id == worker.worker_id)).scalar():
+        return  # by a commit whose answer was lost
     known = conn.execute(select(nodes.c.node_id).where(nodes.c.node_id == worker.node_id)).scalar()
     if known is None:
         _insert_once(conn, nodes, {"node_id": worker.node_id, "hostname": worker.hostname, "gpu_backend": gpu_backend})
@@ -66,7 +69,7 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat, sample: Sequence[Gpu
     """
     alive = conn.execute(
         update(workers)
-        .where(workers.c.worker_id == worker.worker_id, workers.c.status.in_(("active", "draining")))
+        .where(workers.c.worker_id == worker.worker_id, workers.c.status.in_(LIVE_WORKERS))
         .values(
             last_heartbeat=utc_now(),
             busy=beat.busy,
@@ -163,7 +166,7 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
     """Mark workers whose heartbeats stopped; from then on they cannot heartbeat any more."""
     silent = conn.execute(
         select(workers)
-        .where(workers.c.status.in_(("active", "draining")), workers.c.last_heartbeat <= utc_shift(-timeout_s))
+        .where(workers.c.status.in_(LIVE_WORKERS), workers.c.last_heartbeat <= utc_shift(-timeout_s))
         .order_by(workers.c.last_heartbeat)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -180,7 +183,7 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
 
 def lost_with_jobs(conn: Connection, limit: int) -> list[Worker]:
     """Lost or stopped workers that still own jobs, e.g. because a leader died half-way through giving them away."""
-    owning = select(jobs.c.worker_id).where(jobs.c.status.in_(("claimed", "running"))).distinct()
+    owning = select(jobs.c.worker_id).where(jobs.c.status.in_(sorted(OWNED))).distinct()
     rows = conn.execute(
         select(workers).where(workers.c.status.in_(("lost", "stopped")), workers.c.worker_id.in_(owning)).limit(limit)
     )
@@ -190,9 +193,7 @@ def lost_with_jobs(conn: Connection, limit: int) -> list[Worker]:
 def alive_ids(conn: Connection, worker_ids: Sequence[str]) -> set[str]:
     """Which of these workers are alive. Lost and stopped ones are not, nor is one nobody has heard of."""
     rows = conn.execute(
-        select(workers.c.worker_id).where(
-            workers.c.worker_id.in_(worker_ids), workers.c.status.in_(("active", "draining"))
-        )
+        select(workers.c.worker_id).where(workers.c.worker_id.in_(worker_ids), workers.c.status.in_(LIVE_WORKERS))
     )
     return set(rows.scalars())
 
@@ -201,7 +202,7 @@ def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
     recent = utc_shift(-3600.0)
     rows = conn.execute(
         select(workers)
-        .where((workers.c.status.in_(("active", "draining"))) | (workers.c.last_heartbeat > recent))
+        .where((workers.c.status.in_(LIVE_WORKERS)) | (workers.c.last_heartbeat > recent))
         .order_by(workers.c.started_at.desc())
         .limit(limit)
     )

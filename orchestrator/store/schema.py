@@ -37,6 +37,8 @@ metadata = MetaData()
 
 POOL_STATES = ("starting", "running", "draining", "stopped", "evicted")
 WORKER_STATES = ("active", "draining", "stopped", "lost")
+#: Workers that send heartbeats.
+LIVE_WORKERS = WORKER_STATES[:2]
 LEASE_STATES = ("active", "released", "expired", "spent")
 
 

@@ -59,6 +59,8 @@ class Settled:
 
     end: End
     arrow: Arrow | None
+    #: How many attempts were charged to the job.
+    attempts: int = 0
 
 
 class NotAllOwned(Exception):
@@ -79,12 +81,15 @@ def finish_all(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[Sett
 
 
 def record(
-    conn: Connection, by: Claimant, starts: Sequence[Start], ends: Sequence[End], policy: RetryPolicy
+    conn: Connection,
+    by: Claimant,
+    starts: Sequence[Start],
+    ends: Sequence[End],
+    policy: RetryPolicy,
+    *,
+    keep_leases: bool = False,
 ) -> list[Settled]:
-    """Write what a worker's attempts did: claimed → running, and owned → any ending or back to pending.
-
-    An attempt that no longer owns its job changes nothing; that is a normal outcome, not an error.
-    """
+    """Write what a worker's attempts did, after a look at who owns each job."""
     ids = [start.job_id for start in starts] + [end.job_id for end in ends]
     rows = ownership.lock(conn, ids)
     _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, {Status.CLAIMED})])
@@ -94,16 +99,20 @@ def record(
     for end in ends:
         row = rows.get(end.job_id)
         if row is not None and (first := _already(row, end)):
-            settled.append(Settled(end, first))  # our own commit, whose answer was lost
+            settled.append(Settled(end, first, row.attempts))  # our own commit, whose answer was lost
         elif row is None or not _owns(rows, end, job_rules.OWNED):
             settled.append(Settled(end, None))
         elif end.outcome is Outcome.DONE:
             finished.append(end)
             settled.append(Settled(end, job_rules.FINISH))
         else:
-            settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
+            settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events), row.attempts))
     events += _finish(conn, by, finished)
-    leases.free(conn, [rows[s.end.job_id].lease_token for s in settled if s.arrow and rows[s.end.job_id].lease_token])
+    if keep_leases:
+        held: list[str] = []
+    else:
+        held = [token for item in settled if item.arrow and (token := rows[item.end.job_id].lease_token)]
+    leases.free(conn, held)
     audit.record(conn, events)
     return settled
 
@@ -176,7 +185,11 @@ def _end_otherwise(
 
 
 def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit: int) -> list[Settled]:
-    """End, as lost, up to `limit` attempts that a dead worker still owns."""
+    """End, as lost, up to `limit` attempts that a dead worker still owns.
+
+    Their leases stay until they expire: nobody has seen the processes end, and a worker that only cannot reach us
+    stops them by then.
+    """
     owned = conn.execute(
         select(jobs.c.job_id, jobs.c.attempt)
         .where(jobs.c.worker_id == dead.worker_id, jobs.c.status.in_(sorted(job_rules.OWNED)))
@@ -186,4 +199,4 @@ def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit:
     ends = [
         End(row.job_id, row.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason) for row in owned
     ]
-    return record(conn, dead, [], ends, policy) if ends else []
+    return record(conn, dead, [], ends, policy, keep_leases=True) if ends else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import redis
 
 from orchestrator.errors import StaleEpoch
-from orchestrator.jobs import DEFAULT_LANE, Ready
+from orchestrator.jobs import DEFAULT_LANE, NAME, Ready
 from orchestrator.settings import Settings
 from orchestrator.stream.client import named_errors
+
+MAX_JOB_ID = 128
+_JOB_ID = re.compile(NAME.strip("^$").encode())
 
 #: Name under which the leader holds entries while it decides what becomes of them.
 LEADER = "leader"
@@ -101,6 +105,17 @@ class Lane:
         """Entries that are announced or being worked on."""
         with named_errors(self._settings):
             return int(self._client.xlen(self.key))
+
+    def unread(self) -> int:
+        """Entries that nobody has read yet."""
+        with named_errors(self._settings), self._client.pipeline(transaction=False) as pipe:
+            pipe.xlen(self.key)
+            pipe.xpending(self.key, self.group)
+            length, pending = pipe.execute(raise_on_error=False)
+            if isinstance(length, redis.RedisError):
+                raise length
+            # Without a group nothing has been read.
+            return int(length) - (0 if isinstance(pending, redis.ResponseError) else int(pending["pending"]))
 
     def job_ids(self, limit: int) -> set[str]:
         """Jobs that have an entry, delivered or not."""
@@ -214,11 +229,9 @@ def _entries(rows: Sequence[tuple[Any, Any]]) -> list[Entry]:
 
 
 def _job_id(fields: dict[bytes, bytes] | None) -> str | None:
-    raw = (fields or {}).get(b"job_id")
-    try:
-        return raw.decode("ascii") if raw else None
-    except UnicodeDecodeError:
-        return None
+    """The job an entry names; None for anything that cannot be the id of a job, whoever wrote it."""
+    raw = (fields or {}).get(b"job_id", b"")
+    return raw.decode() if len(raw) <= MAX_JOB_ID and _JOB_ID.fullmatch(raw) else None
 
 
 def _text(value: bytes | str) -> str:

@@ -58,8 +58,8 @@ def duty_failed(name: str) -> None:
     _duty_failures.labels(name).inc()
 
 
-def submitted(job_type: str, count: int) -> None:
-    _submitted.labels(_bounded(job_type)).inc(count)
+def submitted(job_type: str) -> None:
+    _submitted.labels(_bounded(job_type)).inc()
 
 
 def lease_decided(decision: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A worker's surroundings: MariaDB, Redis and, where needed, an orchestrator in this process."""
+"""A worker's surroundings: a database, a stream server and, where needed, an orchestrator in this process."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,16 +9,35 @@ from orchestrator.daemon import Orchestrator
 from orchestrator.settings import Settings
 from tests.cluster import Cluster
 
+#: Each database with one of the stream servers: their seams are tested elsewhere, here whole processes run.
+PAIRS = [("mariadb", "redis"), ("sqlite", "valkey")]
+
+
+@pytest.fixture(params=[pair[0] for pair in PAIRS])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'orchestrator.db'}"
+    return str(request.getfixturevalue("mariadb").create_database("orchestrator_tests"))
+
+
+@pytest.fixture
+def redis_url(database_url: str, request: pytest.FixtureRequest) -> str:
+    kind = dict(PAIRS)["sqlite" if database_url.startswith("sqlite") else "mariadb"]
+    server = request.getfixturevalue(f"{kind}_server")
+    server.flush()
+    return str(server.url)
+
 
 @pytest.fixture
 def cluster(db_url: str, redis_url: str, settings: Callable[..., Settings], tmp_path: Path) -> Iterator[Cluster]:
-    """Real processes on both databases and both stream servers."""
+    """Real processes, with a short life for everything that is waited for."""
     given = settings(
         database_url=db_url,
         redis_url=redis_url,
         data_dir=tmp_path,
         gpu_backend="sim:2x24576",
         node_id="node-1",
+        lease_ttl_s=3.0,
         worker_slots=2,
         worker_grace_s=0.5,
         worker_timeout_s=2.0,
