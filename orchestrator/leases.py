@@ -7,8 +7,8 @@ import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
 
-#: Seconds after which a denied request is worth trying again: when memory is taken, and when no GPU is large enough.
-RETRY_AFTER_S, HOPELESS_RETRY_AFTER_S = 1.0, 60.0
+#: Seconds after which a denied request is worth trying again.
+RETRY_AFTER_S = 1.0
 
 
 def new_token() -> str:

@@ -38,10 +38,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Refused:
-    """`hopeless` when no GPU here is large enough, however empty."""
-
     reason: str
-    hopeless: bool = False
 
 
 def place(gpus: Sequence[GpuView], memory_mb: int, gpu_count: int = 1, node_id: str | None = None) -> Placed | Refused:
@@ -57,9 +54,7 @@ def place(gpus: Sequence[GpuView], memory_mb: int, gpu_count: int = 1, node_id: 
         if len(group) >= gpu_count
     ]
     if not choices:
-        large_enough = [gpu for gpu in candidates if gpu.usable_mb >= memory_mb]
-        reason = _why_not(candidates, memory_mb, gpu_count, node_id)
-        return Refused(reason, hopeless=len(large_enough) < gpu_count)
+        return Refused(_why_not(candidates, memory_mb, gpu_count, node_id))
     best = min(choices, key=lambda group: (sum(gpu.free_mb for gpu in group), group[0].node_id))
     return Placed(tuple(best))
 

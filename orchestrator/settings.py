@@ -186,7 +186,9 @@ class Settings(BaseModel):
     payload_max_depth: UpTo512 = _is(64, "deepest nesting of a payload")
     batch_max_jobs: Count = _is(1000, "most jobs in one batch submit")
     wait_max_s: Seconds = _is(60.0, "longest time a request may wait for a job to finish")
-    db_pool_size: UpTo512 = _is(10, "database connections per process")
+    db_pool_size: UpTo512 = _is(
+        10, "database connections per process and kind (transactions, reads); twice that under load"
+    )
     db_timeout_s: Seconds = _is(10.0, "limit to connect to the database, read, write and wait for a lock")
     redis_block_ms: Millis = _is(2000, "how long one read waits for entries")
     redis_timeout_s: Seconds = _is(5.0, "limit to connect to Redis and for each of its answers")

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from orchestrator.errors import InvalidInput
+from orchestrator.jsontext import canonical_json
 from worker import handlers, wire
 from worker.context import Context
 from worker.handlers import Permanent, Registered, Retry, Skip
@@ -85,14 +87,10 @@ class Slot:
     def _checked(self, value: object) -> tuple[dict[str, Any], str]:
         """A result must be JSON of bounded size; anything else cannot be stored, and trying again will not help."""
         try:
-            text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+            text = canonical_json(value, "result", MAX_DEPTH)
             size = len(text.encode())
-        except (TypeError, ValueError, RecursionError) as unfit:
-            return {
-                "outcome": "failed",
-                "error_kind": "bad_result",
-                "error": f"result is not JSON: {unfit}",
-            }, ""
+        except InvalidInput as unfit:
+            return {"outcome": "failed", "error_kind": "bad_result", "error": str(unfit)}, ""
         if size > self.result_limit:
             error = f"result has {size} bytes, the limit is {self.result_limit}; store it elsewhere, return a reference"
             return {"outcome": "failed", "error_kind": "bad_result", "error": error}, ""

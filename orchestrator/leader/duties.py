@@ -1,6 +1,7 @@
 """What a leader does: a table of duties. Each is a function of the context that returns how much it did.
 
-A duty is idempotent, does a bounded amount per call, and writes only through its term. When it returns a full
+A duty is idempotent, does a bounded amount per call, and writes to the database only through its term (announcing
+jobs is the publisher's, which needs none). When it returns a full
 batch it is called again at once.
 """
 

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, sel
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
-from orchestrator.leases import HOPELESS_RETRY_AFTER_S, Denied, Granted, LeaseRequest
+from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.store import audit, leases, ownership
 from orchestrator.store.dialect import by_key, seconds_since
 from orchestrator.store.hot import Hot
@@ -21,7 +21,9 @@ from orchestrator.store.schema import jobs
 from orchestrator.store.settle import End, Outcome, record
 
 #: Longest pause between two offers of a job that finds no GPU memory.
-MAX_PATIENCE_S = 600.0
+MAX_PATIENCE_S = 30.0
+#: First and longest pause of a job that is too large for every GPU there is.
+HOPELESS_S, MAX_HOPELESS_S = 60.0, 3600.0
 #: Seconds until a job whose type this worker does not know is offered again.
 NO_HANDLER_S = 5.0
 
@@ -72,7 +74,8 @@ _OFFERED = Hot(
             ).label("options"),
         )
         .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_(_CLAIMABLE))
-        .with_for_update()
+        .with_for_update(),
+        jobs,
     )
 )
 
@@ -130,7 +133,7 @@ def claim_jobs(
     for job in free:
         lease = granted.get(job.job_id)
         if isinstance(lease, Denied):
-            _defer(conn, job, lease.reason, _patience(job, lease))
+            _defer(conn, job, lease.reason, _patience(conn, job, lease))
             answers[job.job_id] = NotClaimed(lease.reason)
     _take_ownership(conn, by, [job for job in free if job.job_id not in answers], granted, answers)
     return answers
@@ -240,13 +243,17 @@ def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
     }
 
 
-def _patience(job: _Offered, denied: Denied) -> float:
+def _patience(conn: Connection, job: _Offered, denied: Denied) -> float:
     """Seconds until a denied job is offered again: the longer it has waited, the more.
 
-    Otherwise a crowd of jobs that do not fit would keep all others from being offered at all.
+    Otherwise a crowd of jobs that do not fit would keep all others from being offered at all. One that no GPU of
+    the cluster could take waits longest; a larger GPU may join one day.
     """
-    share = 1.0 if denied.retry_after_s >= HOPELESS_RETRY_AFTER_S else 0.1
-    return min(max(denied.retry_after_s, share * job.age_s), MAX_PATIENCE_S) * random.uniform(0.8, 1.2)
+    if (job.min_memory_mb or 0) > leases.largest_gpu_mb(conn):
+        pause = min(max(HOPELESS_S, job.age_s), MAX_HOPELESS_S)
+    else:
+        pause = min(max(denied.retry_after_s, job.age_s / 10), MAX_PATIENCE_S)
+    return pause * random.uniform(0.8, 1.2)
 
 
 def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:

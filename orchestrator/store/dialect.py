@@ -90,14 +90,14 @@ Keyed = TypeVar("Keyed", Select[Any], Update)
 
 
 def by_key(statement: Keyed, *tables: Table) -> Keyed:
-    """Find rows (of `tables`, in a join) by their primary key, even if the planner would rather scan a small table.
+    """Find rows by their tables' primary keys, even if the planner would rather scan a small table.
 
     A scan that locks waits for the rows of all other transactions, and two of them deadlock.
     """
     hint, server = "FORCE INDEX (PRIMARY)", "mysql"
     if isinstance(statement, Update):
         return statement.with_hint(hint, dialect_name=server)
-    for table in tables or statement.get_final_froms():
+    for table in tables:
         statement = statement.with_hint(table, hint, server)
     return statement
 

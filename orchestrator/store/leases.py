@@ -12,13 +12,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ClauseElement, Connection, bindparam, delete, select, update
+from sqlalchemy import ClauseElement, Connection, bindparam, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.leases import (
-    HOPELESS_RETRY_AFTER_S,
-    RETRY_AFTER_S,
     Denied,
     GpuShare,
     Granted,
@@ -134,6 +132,11 @@ def snapshot(conn: Connection, stale_s: float, node_id: str | None = None) -> li
     return [GpuView(**row._asdict()) for row in rows]
 
 
+def largest_gpu_mb(conn: Connection) -> int:
+    """What the largest GPU of the cluster could lease when it is empty."""
+    return int(conn.execute(select(func.max(gpus.c.usable_mb))).scalar() or 0)
+
+
 def _propose(
     views: list[GpuView], requests: list[tuple[int, LeaseRequest]], answers: dict[int, Placed | Denied]
 ) -> dict[int, Placed]:
@@ -146,7 +149,7 @@ def _propose(
             proposals[i] = choice
             current |= {gpu.gpu_uuid: gpu.with_lease(request.memory_mb) for gpu in choice.gpus}
         else:
-            answers[i] = Denied(choice.reason, HOPELESS_RETRY_AFTER_S if choice.hopeless else RETRY_AFTER_S)
+            answers[i] = Denied(choice.reason)
     return proposals
 
 

@@ -25,7 +25,8 @@ _OWNERSHIP = Hot(
             jobs.c.worker_id,
         )
         .where(jobs.c.job_id.in_(ids))
-        .with_for_update()
+        .with_for_update(),
+        jobs,
     )
 )
 

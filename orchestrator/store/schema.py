@@ -7,9 +7,9 @@
 | orchestrator_results | what a finished job returned | workers |
 | orchestrator_leases, lease_gpus | a reservation of GPU memory, and its share on each GPU | claim, API, leader |
 | nodes, gpus, workers | what is alive, and what it has | supervisors |
-| worker_pools | a pool's desired state | API |
+| worker_pools | a pool's desired state | nobody yet: pools follow |
 | leadership | who leads, under which epoch | leader |
-| concurrency_caps, policies | limits | API |
+| concurrency_caps, policies | limits | nobody yet: they follow with admission |
 | orchestrator_audit | one thing that happened | every transaction |
 """
 

@@ -1,6 +1,7 @@
 """Delivery: everything in Redis (or Valkey), and the only importer of redis.
 
-Nothing here is the truth: every key can be lost and is rebuilt from the database.
+Nothing here is the truth: every key can be lost, and all but the dead letters, which repeat what the rows say, are
+rebuilt from the database.
 
 | key (after the prefix, by default `stream:orchestrator:`) | type | meaning | written by |
 |---|---|---|---|

@@ -260,14 +260,17 @@ def test_purge_works_in_bounded_steps(db):
     assert leased(db) == [0]
 
 
-def test_the_lease_of_a_job_is_left_to_its_job(db):
+def test_the_lease_of_a_job_lives_by_the_heartbeats_of_its_worker(db):
     hand = hire(db, gpu())
     (claim,) = hand.claim(*submit(db, min_memory_mb=1000))
     expire_job_lease(db, claim)
-    assert db.write(leases.purge) == 0
     hand.beat(busy=1)
     (lease,) = rows(db, schema.leases)
     assert lease.expires_at > now(db)
+    assert db.write(leases.purge) == 0
+    expire_job_lease(db, claim)
+    assert db.write(leases.purge) == 1
+    assert leased(db) == [0]
     hand.finish(claim)
     assert leased(db) == [0]
 

@@ -6,12 +6,14 @@ from datetime import timedelta
 from threading import Barrier
 
 import pytest
+from sqlalchemy import update
 
 from orchestrator import jobs as rules
 from orchestrator.errors import ResultNotFound
 from orchestrator.jobs import ErrorKind
 from orchestrator.store import job_reads, leases, nodes, schema, settle
 from orchestrator.store.claim import Claim
+from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, Start, take_from_dead
 from tests.factories import POLICY, active_leases, done, failed, gpu, hire, history, now, row, rows, submit
 
@@ -228,7 +230,7 @@ def test_the_end_the_leader_wrote_is_not_taken_for_the_workers_own(db):
 # --- the dead ---
 
 
-def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_are_free(db):
+def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_stand_until_they_expire(db):
     hand, other = hire(db, gpu()), hire(db, gpu())
     ids = submit(db, 3, min_memory_mb=1000)
     lost = hand.claim(*ids[:2])
@@ -241,6 +243,10 @@ def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_are_free(db):
         assert (job.status, job.crashes, job.queued, job.worker_id) == ("pending", 1, "ready", None)
         assert hand.worker_id in job.last_error
     assert row(db, ids[2]).status == "claimed"
+    assert [g.leased_mb for g in rows(db, schema.gpus)] == [3000]
+    over = update(schema.leases).where(schema.leases.c.worker_id == hand.worker_id)
+    db.write(lambda conn: conn.execute(over.values(expires_at=utc_shift(-1.0))))
+    assert db.write(leases.purge) == 2
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [1000]
     assert db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10)) == []
 
@@ -276,7 +282,7 @@ def test_a_worker_and_the_leader_settle_the_same_job_once(db):
     statuses = Counter(job.status for job in rows(db, schema.jobs))
     assert statuses["done"] == arrows.count(rules.FINISH)
     assert statuses["pending"] == len(lost)
-    assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+    assert [g.leased_mb for g in rows(db, schema.gpus)] == [100 * len(lost)] == [100 * len(active_leases(db))]
     assert len(rows(db, schema.results)) == statuses["done"]
 
 

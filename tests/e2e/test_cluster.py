@@ -1,0 +1,113 @@
+"""Two orchestrators and two workers as real processes on MariaDB and Redis: the whole way of a job, many times."""
+
+import secrets
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import func, select
+
+from orchestrator.settings import Settings
+from orchestrator.store import migrate, schema
+from orchestrator.stream.hub import Hub
+from tests.cluster import Cluster, post
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.e2e
+
+JOBS, BATCH = 10_000, 500
+
+
+@pytest.fixture
+def cluster(mariadb, redis_server, tmp_path: Path) -> Iterator[Cluster]:
+    """Default settings on a database of the test's own, migrated as an operator would."""
+    redis_server.flush()
+    given = Settings(
+        database_url=mariadb.create_database(f"e2e_{secrets.token_hex(4)}"),
+        redis_url=redis_server.url,
+        data_dir=tmp_path,
+        gpu_backend="sim:2x24576",
+        worker_slots=8,
+    )
+    opened = Cluster(given, tmp_path)
+    migrate.upgrade(opened.db)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.timeout(240)
+def test_ten_thousand_jobs_each_done_exactly_once(cluster):
+    (_, first), (_, second) = cluster.serve(), cluster.serve()
+    for name in ("node-1", "node-2"):
+        cluster.worker(node_id=name)
+    for number in range(JOBS // BATCH):
+        jobs = [
+            {"job_id": f"job-{number}-{n}", "type": "echo", "payload": {"n": n}, "min_memory_mb": 100 if n % 2 else 0}
+            for n in range(BATCH)
+        ]
+        answer = post((first, second)[number % 2], "/jobs/submit_batch", {"jobs": jobs})
+        assert (answer["created"], answer["refused"]) == (BATCH, 0)
+    wait_until(lambda: cluster.unfinished() == 0, timeout=180, what="all jobs done")
+
+    assert cluster.count("orchestrator_jobs", schema.jobs.c.status == "done", schema.jobs.c.attempt == 1) == JOBS
+    assert cluster.count("orchestrator_results") == JOBS
+    assert every_job_has(cluster) == {("job.claimed", 1): JOBS, ("job.done", 1): JOBS, ("job.submitted", 1): JOBS}
+    assert len(workers_that_took_part(cluster)) == 2
+    hub = Hub(cluster.settings)
+    wait_until(lambda: hub.lane("default").length() == 0, what="an empty stream")
+    hub.close()
+    wait_until(lambda: cluster.count("orchestrator_leases") == 0, timeout=30, what="no lease left")
+    leased = cluster.db.read(lambda conn: list(conn.execute(select(schema.gpus.c.leased_mb)).scalars()))
+    assert leased == [0, 0, 0, 0]
+    assert httpx.get(f"{first}/jobs/job-0-7/result").json()["result"] == {"n": 7}
+
+
+def every_job_has(cluster: Cluster) -> dict[tuple[str, int], int]:
+    """How many jobs have each event how many times; short jobs may also have been seen running."""
+    events = (
+        select(schema.audit.c.event_type, func.count().label("times"))
+        .where(schema.audit.c.job_id.is_not(None), schema.audit.c.event_type != "job.running")
+        .group_by(schema.audit.c.job_id, schema.audit.c.event_type)
+    )
+    rows = cluster.db.read(lambda conn: conn.execute(events).all())
+    return dict(Counter((row.event_type, row.times) for row in rows))
+
+
+def workers_that_took_part(cluster: Cluster) -> list[str]:
+    return cluster.db.read(lambda conn: list(conn.execute(select(schema.jobs.c.worker_id).distinct()).scalars()))
+
+
+def test_a_killed_leader_is_followed_within_three_seconds_under_a_higher_epoch(cluster):
+    members = dict([cluster.serve()[::-1], cluster.serve()[::-1]])
+    url, other = members
+
+    def leader(of: str) -> dict:
+        return httpx.get(f"{of}/control/leader").json()
+
+    before = wait_until(lambda: (found := leader(url))["alive"] and found, what="a leader")
+    leads = url if before["holder"] == leader(url)["self"] else other
+    follows = other if leads == url else url
+    members[leads].kill()
+    killed = time.monotonic()
+    after = wait_until(lambda: (found := leader(follows))["holder"] == found["self"] and found, what="a new leader")
+    assert time.monotonic() - killed < 3
+    assert after["epoch"] > before["epoch"]
+
+
+def test_sigterm_in_the_middle_of_a_job_hands_it_back_uncharged(cluster):
+    _, url = cluster.serve()
+    first = cluster.worker(worker_grace_s=0.2)
+    post(url, "/jobs/submit", {"job_id": "long", "type": "sleep", "payload": {"seconds": 20}})
+    before = cluster.wait_for("long", "running")["worker_id"]
+    cluster.worker()
+    first.send(signal.SIGTERM)
+    stopped = time.monotonic()
+    wait_until(lambda: cluster.job("long")["worker_id"] not in (None, before), what="another worker")
+    assert time.monotonic() - stopped < 3
+    record = cluster.wait_for("long", "running")
+    assert (record["attempt"], record["attempts"]) == (2, 1)
+    assert first.process.wait(20) == 0
