@@ -119,6 +119,7 @@ class Intake:
                 log.exception("intake broke")
                 self._reader.look_back()
                 self._stop.wait(1.0)
+        self._leave()
 
     def _step(self) -> None:
         free = self._slots.wait_free(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
@@ -164,6 +165,13 @@ class Intake:
                 self._on_refused(claim)
         self._hub.bury(letters)
         self._lane.ack(done_with)
+
+    def _leave(self) -> None:
+        """Give back what was read and not claimed; whatever fails here, the leader finds after a while."""
+        try:
+            self._put_back(self._unanswered)
+        except Unavailable as away:
+            log.warning("left entries behind", extra={"entries": len(self._unanswered), "error": str(away)})
 
     def _put_back(self, entries: Sequence[Entry]) -> None:
         """Read, but too late to be run here: let the publisher announce them again at once."""

@@ -38,7 +38,9 @@ def _round(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures:
         redis.flush()
         with tempfile.TemporaryDirectory() as folder:
             ours = Ours(url, redis.url, Path(folder), slots)
-            figures[f"ours: submit{label}"].append(count / ours.submit(count, **fields))
+            validated, stored = ours.submit(count, **fields)
+            figures[f"ours: validate{label}"].append(count / validated)
+            figures[f"ours: submit{label}"].append(count / stored)
             rate, commits = ours.drain(count)
             figures[f"ours: drain{label}"].append(rate)
             figures[f"commits per job{label}"].append(commits)

@@ -54,15 +54,10 @@ class Trial:
         self.redis = redis.Redis.from_url(redis_url)
         self.redis.delete(STREAM)
         self.redis.xgroup_create(STREAM, GROUP, id="0", mkstream=True)
-        self.commits = 0
 
     def audit(self, event: str, ids: list[str]) -> None:
         values = [value for job_id in ids for value in (event, job_id)]
         self.cursor.execute(f"INSERT INTO trial_audit (event_type, job_id) VALUES {marks(len(ids), '(%s,%s)')}", values)
-
-    def commit(self) -> None:
-        self.db.commit()
-        self.commits += 1
 
     def submit(self, count: int, batch: int = 500) -> float:
         """Seconds to make `count` jobs durable and announce them."""
@@ -74,7 +69,7 @@ class Trial:
                 f"INSERT INTO trial_jobs (job_id, type, payload) VALUES {marks(batch, '(%s,%s,%s)')}", values
             )
             self.audit("submitted", ids)
-            self.commit()
+            self.db.commit()
             with self.redis.pipeline(transaction=False) as pipe:
                 for job_id in ids:
                     pipe.xadd(STREAM, {"job_id": job_id, "type": "echo"})
@@ -128,7 +123,7 @@ class Trial:
             ids,
         )
         self.audit("claimed", ids)
-        self.commit()
+        self.db.commit()
         for job_id, payload in jobs:
             pipe = free.pop()
             running[pipe] = (job_id, entries[job_id])
@@ -144,7 +139,7 @@ class Trial:
             [*results, *ids],
         )
         self.audit("done", ids)
-        self.commit()
+        self.db.commit()
         entries = [entry for (_, entry), _ in finished]
         with self.redis.pipeline(transaction=True) as pipe:
             pipe.xack(STREAM, GROUP, *entries)

@@ -51,6 +51,30 @@ def closed_doors(name: str, tree: ast.AST) -> list[str]:
     ]
 
 
+#: layer → what it must not import: nobody looks up, and decisions know no servers
+ABOVE = {
+    "worker/": ("orchestrator.leader", "orchestrator.daemon", "orchestrator.api", "orchestrator.cli"),
+    "orchestrator/store/": ("orchestrator.stream", "orchestrator.leader", "orchestrator.daemon", "orchestrator.api"),
+    "orchestrator/stream/": ("orchestrator.store", "orchestrator.leader", "orchestrator.daemon", "orchestrator.api"),
+    "orchestrator/leader/": ("orchestrator.daemon", "orchestrator.api", "orchestrator.cli"),
+    **{
+        f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
+        for pure in ("errors", "identity", "jobs", "jsontext", "leases", "placement", "ranking", "settings")
+    },
+}
+
+
+def climbs(name: str, tree: ast.AST) -> list[str]:
+    """Imports of a layer that stands above."""
+    forbidden = tuple(upper for layer, uppers in ABOVE.items() if name.startswith(layer) for upper in uppers)
+    found = []
+    for node in ast.walk(tree):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found += [f"{name}:{module}" for module in modules if forbidden and module.startswith(forbidden)]
+    return found
+
+
 def _table(call: ast.expr) -> str | None:
     """The table of update(table)…values(…), however long the chain in between."""
     while isinstance(call, ast.Call):
@@ -121,6 +145,7 @@ def nameless_threads(name: str, tree: ast.AST) -> list[str]:
 
 RULES = {
     closed_doors: ("orchestrator/jobs.py", "def f():\n    import redis"),
+    climbs: ("worker/ledger.py", "from orchestrator.leader.duties import BATCH"),
     status_writes: ("orchestrator/store/outbox.py", "update(jobs).where(x).values(status='done')"),
     dialect_words: ("orchestrator/store/moves.py", "if dialect.name == 'mysql': pass"),
     swallowed_errors: ("worker/slot.py", "try:\n    f()\nexcept Exception:\n    pass"),
