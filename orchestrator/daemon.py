@@ -38,7 +38,7 @@ class Orchestrator:
         self.publisher = Publisher(self.db, self.hub, settings)
         self.leader = LeaderLoop(self.db, self.hub, self.publisher, settings, self.holder)
         self._submits: Batcher[Submission, list[Verdict]] = Batcher(
-            "submit-batcher", self._store, weight=lambda item: len(item.jobs), flushers=2
+            "submit-batcher", self._store, weight=lambda item: len(item.jobs), flushers=3
         )
         self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
 
