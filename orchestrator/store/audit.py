@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, select
 
@@ -16,8 +15,7 @@ from orchestrator.store.schema import audit
 _GATHERED = "audit events"
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     event_type: str
     job_id: str | None = None
     pool_id: str | None = None

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, select
 
@@ -80,8 +80,7 @@ _OFFERED = Hot(
 )
 
 
-@dataclass(frozen=True)
-class _Offered:
+class _Offered(NamedTuple):
     """A job that may be claimed now."""
 
     job_id: str
