@@ -108,7 +108,7 @@ class Cluster:
         wait_until(
             lambda: self.job(job_id)["status"] == status,
             timeout=timeout,
-            what=f"{job_id} {status}: {self.job(job_id)}",
+            what=lambda: f"{status}: {self.job(job_id)}\n" + "\n".join(member.tail() for member in self._members),
         )
         return self.job(job_id)
 

@@ -277,6 +277,8 @@ class MariaDB(Server):
             [
                 find_binary("mariadb-install-db"),
                 *self._common_options(),
+                # Its temporary tables have fixed names: two installations side by side must not share a folder.
+                f"--tmpdir={self.directory}",
                 # root without a password, over TCP too.
                 "--auth-root-authentication-method=normal",
                 "--skip-test-db",

@@ -10,10 +10,10 @@ T = TypeVar("T")
 INTERVAL_S = 0.02
 
 
-def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str = "condition") -> T:
+def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str | Callable[[], str] = "condition") -> T:
     """Call `predicate` until it returns something truthy, and return that.
 
-    Raises AssertionError with `what` and the last value after `timeout` seconds. The last look comes after
+    Raises AssertionError with `what` (called then, if it is a function) and the last value after `timeout` seconds. The last look comes after
     the deadline, so that a slow machine cannot turn a fact into a failure.
     """
     deadline = time.monotonic() + timeout
@@ -23,5 +23,6 @@ def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str =
         if value:
             return value
         if last_look:
-            raise AssertionError(f"{what}: not within {timeout:g} s; last value: {value!r}")
+            wanted = what() if callable(what) else what
+            raise AssertionError(f"{wanted}: not within {timeout:g} s; last value: {value!r}")
         time.sleep(INTERVAL_S)

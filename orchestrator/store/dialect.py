@@ -10,6 +10,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -152,11 +153,10 @@ class MariaDB:
     #: Refused or broken connections, too many of them, shutting down, read-only after a failover; and contention
     #: that did not end.
     AWAY = CONTENTION | {1040, 1053, 1203, 1290, 1792, 1836, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
-    LOCK_WAIT_S = 5
-    #: The server itself ends a transaction that is idle for so long: its process may be frozen, with locks.
-    IDLE_TRANSACTION_S = 10
     #: Seconds to wait for another instance that migrates.
     MIGRATION_WAIT_S = 600
+    #: Seconds a migration waits for a row, or may think between two statements.
+    MIGRATION_PATIENCE_S = 60
     NOT_ON_GALERA = 1235
 
     def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
@@ -172,7 +172,10 @@ class MariaDB:
             pool_reset_on_return=None,
             connect_args={"connect_timeout": limit, "read_timeout": limit, "write_timeout": limit},
         )
-        event.listen(engine, "connect", self._prepare_session)
+        # The server ends a transaction that idles for so long: its process may be frozen, with locks. They are gone
+        # before its worker is declared dead, and nobody who waits for them misses a heartbeat too many.
+        patience = max(1, int(settings.worker_timeout_s / 3))
+        event.listen(engine, "connect", partial(self._prepare_session, patience_s=patience))
         return engine
 
     def is_contention(self, error: DBAPIError) -> bool:
@@ -196,7 +199,7 @@ class MariaDB:
     def migration_lock(self, engine: Engine) -> Iterator[Connection]:
         # A connection of its own, without a read timeout: altering a large table takes as long as it takes.
         patient = create_engine(engine.url, poolclass=NullPool)
-        event.listen(patient, "connect", self._prepare_session)
+        event.listen(patient, "connect", partial(self._prepare_session, patience_s=self.MIGRATION_PATIENCE_S))
         with patient.connect() as connection:
             self._wait_to_migrate(connection)
             connection.commit()
@@ -215,11 +218,11 @@ class MariaDB:
         if taken != 1:
             raise DatabaseUnavailable("another instance migrates for very long; try again when it is done")
 
-    def _prepare_session(self, connection: Any, _record: Any) -> None:
+    def _prepare_session(self, connection: Any, _record: Any, *, patience_s: int) -> None:
         with connection.cursor() as cursor:
             cursor.execute(
-                f"SET time_zone = '+00:00', innodb_lock_wait_timeout = {self.LOCK_WAIT_S},"
-                f" idle_transaction_timeout = {self.IDLE_TRANSACTION_S}"
+                f"SET time_zone = '+00:00', innodb_lock_wait_timeout = {patience_s},"
+                f" idle_transaction_timeout = {patience_s}"
             )
 
 

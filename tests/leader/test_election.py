@@ -11,7 +11,7 @@ from orchestrator.errors import DatabaseUnavailable, StaleEpoch
 from orchestrator.leader import term as term_module
 from orchestrator.leader.term import Candidate, Term, borrow
 from orchestrator.store import leadership, schema
-from orchestrator.store.dialect import MariaDB, ServerLock, utc_shift
+from orchestrator.store.dialect import ServerLock, utc_shift
 from tests.factories import now, rows
 from tests.waiting import wait_until
 
@@ -395,11 +395,8 @@ def test_the_lock_connection_is_ended_by_the_server_when_it_is_not_used(maria_db
     assert one.term is None
 
 
-def test_a_transaction_that_was_frozen_half_way_does_not_hold_up_its_successor(
-    maria_db, settings, open_database, monkeypatch
-):
+def test_a_transaction_that_was_frozen_half_way_does_not_hold_up_its_successor(maria_db, open_database):
     """A process stopped between fence and commit holds a lock on the row that every successor needs."""
-    monkeypatch.setattr(MariaDB, "IDLE_TRANSACTION_S", 1)
     frozen_db = open_database(maria_db.settings.database_url)
     leadership.ensure_row(maria_db, NAME)
     epoch = take(maria_db)
