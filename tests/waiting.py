@@ -13,8 +13,8 @@ INTERVAL_S = 0.02
 def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str | Callable[[], str] = "condition") -> T:
     """Call `predicate` until it returns something truthy, and return that.
 
-    Raises AssertionError with `what` (called then, if it is a function) and the last value after `timeout` seconds. The last look comes after
-    the deadline, so that a slow machine cannot turn a fact into a failure.
+    Raises AssertionError with `what` (called then, if it is a function) and the last value after `timeout` seconds.
+    The last look comes after the deadline, so that a slow machine cannot turn a fact into a failure.
     """
     deadline = time.monotonic() + timeout
     while True:
