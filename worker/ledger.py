@@ -11,8 +11,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.dead_letters import dead_letter
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
@@ -37,8 +37,7 @@ RETRY_EVERY_S = 0.5
 LINGER_S = 0.01
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """One thing that happened to a job, and the entry that brought the job."""
 
     event: Start | End
@@ -56,8 +55,7 @@ Answers = dict[str, Claim | NotClaimed]
 _Written = tuple[list[Settled], list[Answers | Exception]]
 
 
-@dataclass(frozen=True)
-class _Ended:
+class _Ended(NamedTuple):
     """A job whose end is committed, and the entry to acknowledge."""
 
     settled: Settled
@@ -190,4 +188,4 @@ class Ledger:
 
 def _unwritable(end: End, error: Exception) -> End:
     reason = f"its end could not be stored: {type(error).__name__}"
-    return replace(end, outcome=Outcome.FAILED, result=None, error_kind=ErrorKind.BAD_RESULT, error=reason)
+    return end._replace(outcome=Outcome.FAILED, result=None, error_kind=ErrorKind.BAD_RESULT, error=reason)

@@ -28,8 +28,7 @@ HOPELESS_S, MAX_HOPELESS_S = 60.0, 3600.0
 NO_HANDLER_S = 5.0
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """A job that is ours under `attempt`."""
 
     job_id: str

@@ -6,9 +6,8 @@ An attempt that no longer owns its job changes nothing; that is a normal outcome
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, select
 
@@ -23,8 +22,7 @@ from orchestrator.store.schema import jobs, results
 MAX_ERROR = 4000
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """The handler of this attempt is running."""
 
     job_id: str
@@ -38,8 +36,7 @@ class Outcome(Enum):
     HANDED_BACK = "handed_back"
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """How an attempt ended, as its worker saw it."""
 
     job_id: str
@@ -53,8 +50,7 @@ class End:
     lease_key: str | None = None
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """What an End led to: the arrow taken, or None when the attempt no longer owned the job."""
 
     end: End

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def test_an_end_that_can_never_be_stored_fails_its_job_and_no_other(db, hand, le
     good, bad = hand.claim(*submit(db, 2, min_memory_mb=100))
     refuse_one(db, monkeypatch, bad.job_id)
     ledger.note(done(good), "1-1")
-    ledger.note(replace(done(bad), result='"refused"'), "1-2")
+    ledger.note(done(bad)._replace(result='"refused"'), "1-2")
     wait_until(lambda: row(db, bad.job_id).status == "failed", what="failed")
     wait_until(lambda: row(db, good.job_id).status == "done", what="done")
     assert row(db, bad.job_id).error_kind == "bad_result"
