@@ -1,6 +1,6 @@
 # `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench e2e lock clean servers
+.PHONY: help run test check bench chaos e2e lock clean servers
 
 PYTHON ?= python3
 PORT ?= 8008
@@ -31,6 +31,9 @@ check: $(VENV)/.dev servers ## format, lint, types and the fast tests
 
 bench: $(VENV)/.dev servers ## measure throughput, and its ratio to what the machine can do
 	$(BIN)/python -m tests.bench $(ARGS)
+
+chaos: $(VENV)/.dev servers ## kill, freeze and cut a cluster under load, then check every invariant (ARGS="--minutes 60 --seed 7")
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 e2e: $(VENV)/.dev servers ## drive the installed commands as a user would
 	$(BIN)/pytest -m e2e $(ARGS)

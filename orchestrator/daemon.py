@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from orchestrator.identity import instance_id
-from orchestrator.jobs import NewJob
+from orchestrator.jobs import NewJob, RetryPolicy
 from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.publisher import Publisher
@@ -35,6 +35,7 @@ class Orchestrator:
         self.holder = instance_id()
         self.db = Database(settings)
         self.hub = Hub(settings)
+        self._policy = RetryPolicy.of(settings)
         self.publisher = Publisher(self.db, self.hub, settings)
         self.leader = LeaderLoop(self.db, self.hub, self.publisher, settings, self.holder)
         self._submits: Batcher[Submission, list[Verdict]] = Batcher(
@@ -65,7 +66,7 @@ class Orchestrator:
     def _store(self, submissions: list[Submission]) -> list[list[Verdict]]:
         """Flush of the submit batcher: one transaction for all requests that waited, then a nudge per lane."""
         batch = [job for submission in submissions for job in submission.jobs]
-        verdicts = submit_jobs(self.db, batch, self.settings.job_retry_max)
+        verdicts = submit_jobs(self.db, batch, self._policy)
         created = [job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED]
         for lane in {job.spec.pool_id for job in created}:
             self.publisher.nudge(lane)

@@ -157,7 +157,7 @@ class Valkey:
             if code is not None:
                 raise RedisUnavailable(f"the embedded Valkey ended with {code} while starting{self._tail()}")
             try:
-                with named_errors(settings), connect(settings) as client:
+                with connect(settings) as client, named_errors(settings, client):
                     client.ping()
                     return
             except RedisUnavailable as away:

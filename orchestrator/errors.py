@@ -10,6 +10,9 @@ OrchestratorError
 │   ├── ResultNotFound     result_not_found
 │   └── LeaseNotFound      lease_not_found
 ├── JobConflict            job_conflict          same job_id, other content
+├── JobEnded               job_ended             too late to cancel it
+├── NotRedrivable          not_redrivable        only a job that ended badly can be started over
+├── RedriveLimit           redrive_limit         it was started over as often as allowed
 ├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
 ├── Overloaded             overloaded            too much waits already; try again later
 ├── StaleEpoch             stale_epoch           another leader took over; this write had no effect
@@ -87,6 +90,27 @@ class JobConflict(OrchestratorError):
         super().__init__(f"job {job_id!r} exists with other content; use a new job_id")
 
 
+class JobEnded(OrchestratorError):
+    code = "job_ended"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id!r} is {status} already; there is nothing left to cancel")
+
+
+class NotRedrivable(OrchestratorError):
+    code = "not_redrivable"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id!r} is {status}; only failed, cancelled and dead-lettered jobs start over")
+
+
+class RedriveLimit(OrchestratorError):
+    code = "redrive_limit"
+
+    def __init__(self, job_id: str, limit: int) -> None:
+        super().__init__(f"job {job_id!r} was started over {limit} times; mend its cause and submit it under a new id")
+
+
 class LeaseEnded(OrchestratorError):
     code = "lease_ended"
 
@@ -105,8 +129,10 @@ class Overloaded(OrchestratorError):
 class StaleEpoch(OrchestratorError):
     code = "stale_epoch"
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, newest: int = 0) -> None:
         super().__init__(f"epoch {epoch} no longer leads; the write was refused")
+        #: The epoch that refused it, where that is known.
+        self.newest = newest
 
 
 class WorkerLost(OrchestratorError):

@@ -1,8 +1,10 @@
 """What a job is: the body a client submits, the states it passes, and the arrows between them.
 
-    pending ──claim──▶ claimed ──start──▶ running ──▶ done | skipped | failed | dead_letter
-       ▲                  │                  │
-       └──────── retry, hand_back ───────────┘
+    pending ──claim──▶ claimed ──start──▶ running ──▶ done | skipped | failed | cancelled | dead_letter
+     ▲  │ ▲               │                  │                   │         │            │
+     │  │ └────── retry, hand_back ──────────┘                   │         │            │
+     │  └─────── cancel ▶ cancelled, expire ▶ failed             │         │            │
+     └─────────────────────── redrive (an operator) ─────────────┴─────────┴────────────┘
 
 Nothing here touches a server. `store.moves.move` takes every arrow from this table, so this page is the only place
 that knows which state may follow which. A waiting job may also be deferred: it stays pending, until later.
@@ -14,7 +16,8 @@ import hashlib
 import os
 import random
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -24,7 +27,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.jsontext import canonical_json
 from orchestrator.ranking import PRIORITY_NAMES
-from orchestrator.settings import Settings
+from orchestrator.settings import RetryRule, Settings
 
 DEFAULT_LANE = "default"
 NAME = r"^[A-Za-z0-9._:\-]+$"
@@ -72,9 +75,15 @@ FAIL = Arrow("job.failed", OWNED, Status.FAILED)
 BURY = Arrow("job.dead_letter", OWNED, Status.DEAD_LETTER)
 RETRY = Arrow("job.retry", OWNED, Status.PENDING)
 HAND_BACK = Arrow("job.handed_back", OWNED, Status.PENDING)
+#: The process of a cancelled attempt is gone, however it went: until then the job counts as running.
+STOP = Arrow("job.cancelled", OWNED, Status.CANCELLED)
 DEFER = Arrow(None, frozenset({Status.PENDING}), Status.PENDING)
+CANCEL = Arrow("job.cancelled", frozenset({Status.PENDING}), Status.CANCELLED)
+EXPIRE = Arrow("job.expired", frozenset({Status.PENDING}), Status.FAILED)
+#: The only way out of an ending; an operator takes it, and only so many times.
+REDRIVE = Arrow("job.redriven", frozenset({Status.FAILED, Status.CANCELLED, Status.DEAD_LETTER}), Status.PENDING)
 
-ARROWS = (CLAIM, START, FINISH, SKIP, FAIL, BURY, RETRY, HAND_BACK, DEFER)
+ARROWS = (CLAIM, START, FINISH, SKIP, FAIL, BURY, RETRY, HAND_BACK, STOP, DEFER, CANCEL, EXPIRE, REDRIVE)
 
 
 class ErrorKind(StrEnum):
@@ -85,17 +94,43 @@ class ErrorKind(StrEnum):
     TIMEOUT = "timeout"
     WORKER_LOST = "worker_lost"
     BAD_RESULT = "bad_result"
+    DEADLINE = "deadline_exceeded"
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
+    """How often and how soon failed attempts are repeated; a job type, or a job itself, may say otherwise."""
+
     base_s: float
     cap_s: float
     max_crashes: int
+    max_attempts: int = 5
+    by_type: Mapping[str, RetryRule] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        return cls(settings.retry_base_s, settings.retry_cap_s, settings.max_crashes)
+        return cls(
+            settings.retry_base_s,
+            settings.retry_cap_s,
+            settings.max_crashes,
+            settings.job_retry_max,
+            settings.retry_by_type,
+        )
+
+    def for_job(self, type: str, base_s: float | None = None, cap_s: float | None = None) -> Self:
+        """The policy of one job: what it says itself, else its type, else everybody's."""
+        rule = self.by_type.get(type)
+        if rule is None and base_s is None and cap_s is None:
+            return self
+        rule = rule or RetryRule()
+        base = _first(base_s, rule.base_s, self.base_s)
+        # Who asks for longer first waits than the usual longest one means it.
+        cap = _first(cap_s, max(_first(rule.cap_s, self.cap_s), base))
+        return replace(self, base_s=base, cap_s=cap, max_attempts=int(_first(rule.max_attempts, self.max_attempts)))
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
 
 
 @dataclass(frozen=True)
@@ -151,11 +186,11 @@ def _iso_text(value: object) -> object:
     return value
 
 
-def _utc(value: datetime) -> datetime:
+def _utc(value: datetime | None, field: str) -> datetime | None:
     try:
-        return value.astimezone(UTC).replace(tzinfo=None)
+        return value.astimezone(UTC).replace(tzinfo=None) if value else None
     except OverflowError:
-        raise InvalidInput("earliest_start_at: beyond the calendar", "earliest_start_at") from None
+        raise InvalidInput(f"{field}: beyond the calendar", field) from None
 
 
 @dataclass(frozen=True)
@@ -165,6 +200,9 @@ class Ready:
     job_id: str
     type: str
     trace_context: str | None
+
+
+Moment = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_iso_text)]
 
 
 class JobSpec(BaseModel):
@@ -183,9 +221,12 @@ class JobSpec(BaseModel):
     gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
     cpu_fallback: bool = False
     expected_duration_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
-    earliest_start_at: Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_iso_text)] | None = None
+    earliest_start_at: Moment | None = None
+    deadline_at: Moment | None = None
     max_runtime_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     max_attempts: Annotated[int, Field(ge=1, le=100)] | None = None
+    retry_base_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
+    retry_cap_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     tags: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=128)]], Field(default_factory=list, max_length=32)
     ]
@@ -210,7 +251,7 @@ def _readable(invalid: ValidationError) -> InvalidInput:
     return InvalidInput(f"{field[:80]}: {first['msg']}", field[:80])
 
 
-_NOT_OPTIONS = {"job_id", "payload", "earliest_start_at"}
+_NOT_OPTIONS = {"job_id", "payload", "earliest_start_at", "deadline_at"}
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in JobSpec.model_fields.items()}
 
 
@@ -224,6 +265,7 @@ class NewJob:
     payload: str
     content_hash: str
     not_before: datetime | None
+    deadline: datetime | None = None
     trace_context: str | None = None
 
     @classmethod
@@ -236,9 +278,13 @@ class NewJob:
         payload = canonical_json(spec.payload, "payload", max_depth)
         if len(payload.encode()) > max_bytes:
             raise PayloadTooLarge(f"payload is larger than {max_bytes} bytes; pass a reference to the data", "payload")
-        later = _utc(spec.earliest_start_at) if spec.earliest_start_at else None
+        later = _utc(spec.earliest_start_at, "earliest_start_at")
+        deadline = _utc(spec.deadline_at, "deadline_at")
+        if later and deadline and deadline <= later:
+            raise InvalidInput("deadline_at: not after earliest_start_at; the job could never run", "deadline_at")
         # The same moment in another zone is the same content; an option left out is its default.
         given = spec.model_fields_set - _NOT_OPTIONS
         options = sorted((k, v) for k, v in spec.__dict__.items() if k in given and v != _DEFAULTS[k])
-        digest = hashlib.sha256(f"{options!r}\n{later}\n{payload}".encode()).hexdigest()
-        return cls(spec, spec.job_id or new_job_id(), spec.job_id is None, payload, digest, later, trace_context)
+        digest = hashlib.sha256(f"{options!r}\n{later} {deadline}\n{payload}".encode()).hexdigest()
+        job_id = spec.job_id or new_job_id()
+        return cls(spec, job_id, spec.job_id is None, payload, digest, later, deadline, trace_context)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import os
 import re
 import tomllib
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -67,11 +68,39 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
+#: What may stand behind the ? of a URL. The libraries take any argument of their own there, and some would overrule
+#: our time limits or change what answers look like; unknown ones end in an error at the first connection.
+_OPTIONS = {
+    "sqlite": {},
+    "mysql": {
+        "charset": r"utf8mb4",
+        "unix_socket": r".+",
+        r"ssl_(ca|cert|key)": r".+",
+        r"ssl_verify_(cert|identity)": r"true|false",
+    },
+    "redis": {"client_name": r".+", "username": r".+", "password": r".+"},
+    "rediss": {"client_name": r".+", "username": r".+", "password": r".+", r"ssl_(ca_certs|certfile|keyfile)": r".+"},
+    "unix": {"db": r"[0-9]{1,5}", "client_name": r".+", "username": r".+", "password": r".+"},
+}
+
+
+def _check_parts(parts: SplitResult, kind: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9._:-]*", parts.hostname or ""):
+        raise ValueError("must name a host by letters, digits, dots and dashes")
+    for key, value in parse_qsl(parts.query, keep_blank_values=True):
+        known = [pattern for name, pattern in _OPTIONS[kind].items() if re.fullmatch(name, key)]
+        if not known or not re.fullmatch(known[0], value):
+            # The value may be a password.
+            raise ValueError(f"must not say ?{key[:40]}=… like that; see docs/settings.md for what may stand there")
+
+
 def _database_url(url: str) -> str:
     parts, (scheme, separator, rest) = _split(url), url.partition("://")
     if scheme == "sqlite" and separator and not parts.netloc:
+        _check_parts(parts, "sqlite")
         return url
     if scheme in {"mysql+pymysql", "mysql", "mariadb"} and parts.path.strip("/"):
+        _check_parts(parts, "mysql")
         return f"mysql+pymysql://{rest}"
     raise ValueError("must be sqlite:///FILE or mysql+pymysql://user:password@host:3306/NAME")
 
@@ -81,8 +110,9 @@ def _redis_url(url: str) -> str:
     if scheme in {"redis+sentinel", "redis+cluster"}:
         raise ValueError(f"this version does not support {scheme}:// yet; use redis:// or rediss://")
     # The client library quietly takes database 0 for a path that is no number.
-    paths = {"redis": r"(/[0-9]*)?", "rediss": r"(/[0-9]*)?", "unix": r"/.+"}
+    paths = {"redis": r"(/[0-9]{0,5})?", "rediss": r"(/[0-9]{0,5})?", "unix": r"/.+"}
     if separator and scheme in paths and re.fullmatch(paths[scheme], parts.path):
+        _check_parts(parts, scheme)
         return url
     raise ValueError("must be redis://host:6379/0, rediss://host:6379/0 or unix:///SOCKET?db=0")
 
@@ -139,8 +169,30 @@ UpTo100 = Annotated[int, Field(ge=1, le=100)]
 UpTo512 = Annotated[int, Field(ge=1, le=512)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Bytes = Annotated[int, Field(ge=1, le=2**30)]
+JobType = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
+
+class RetryRule(BaseModel):
+    """What one job type wants otherwise than the others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_attempts: UpTo100 | None = None
+    base_s: Seconds | None = None
+    cap_s: Seconds | None = None
+
+
+def _table(value: object) -> object:
+    """A table in the file, JSON text elsewhere."""
+    try:
+        return json.loads(value or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ValueError('must be JSON such as {"embed": {"max_attempts": 3, "base_s": 0.5}}') from None
+
+
+RetryRules = Annotated[dict[JobType, RetryRule], BeforeValidator(_table)]
 
 
 def _is(default: Any, description: str) -> Any:
@@ -163,6 +215,9 @@ class Settings(BaseModel):
     max_crashes: UpTo100 = _is(2, "a job that killed this many workers is dead-lettered")
     retry_base_s: Seconds = _is(1.0, "the first retry waits up to this; it doubles with each attempt")
     retry_cap_s: Seconds = _is(300.0, "longest wait before a retry")
+    retry_by_type: RetryRules = _is({}, "max_attempts, base_s and cap_s of single job types; JSON in the environment")
+    redrive_max: Count = _is(3, "times a job that ended badly may be started over by an operator")
+    cancel_step_s: Seconds = _is(5.0, "time a cancelled job gets after being asked, and again after SIGTERM")
     leader_lock: LockName = _is("gpu_orchestrator_leader", "name of the leader's lock, in lower case")
     leader_ttl_s: Seconds = _is(10.0, "a leader that does not renew for this long is replaced")
     leader_interval_s: Seconds = _is(0.5, "how often a candidate tries and a leader renews")
@@ -205,6 +260,11 @@ class Settings(BaseModel):
         if broken:
             raise ValueError("; ".join(broken))
         return self
+
+    @property
+    def job_lease_ttl_s(self) -> float:
+        """How long a job's lease outlives its worker: a little longer than the worker counts as alive."""
+        return min(self.lease_ttl_s, 1.25 * self.worker_timeout_s)
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for key, value in super().__repr_args__():
@@ -375,13 +435,19 @@ def _validate(given: Mapping[str, Given], doubtful: Iterable[str], problems: lis
     try:
         settings = Settings.model_validate(values, context=_FIELDS_ONLY)
     except ValidationError as error:
-        details = [(str(d["loc"][0]), d["msg"]) for d in error.errors()]
+        details = [(str(d["loc"][0]), _located(d["loc"], d["msg"])) for d in error.errors()]
         problems += [_field_message(key, given[key], message) for key, message in details]
         refused = {key for key, _ in details}
         rest = {key: value for key, value in values.items() if key not in refused}
         settings, bad = Settings.model_validate(rest, context=_FIELDS_ONLY), bad | refused
     problems += broken_relations(settings, bad)
     return settings
+
+
+def _located(path: tuple[int | str, ...], message: str) -> str:
+    """With the place inside a table; in a list there is nothing to name."""
+    inside = ".".join(part for part in path[1:] if isinstance(part, str))
+    return f"{inside}: {message}" if inside else message
 
 
 def _field_message(key: str, item: Given, message: str) -> str:
@@ -420,4 +486,6 @@ def _from_text(key: str, text: str) -> object:
 def _to_text(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
+    if isinstance(value, dict):
+        return json.dumps({key: rule.model_dump(exclude_none=True) for key, rule in value.items()}) if value else ""
     return "" if value is None else str(value)

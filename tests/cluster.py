@@ -5,8 +5,10 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -22,13 +24,25 @@ from tests.waiting import wait_until
 class Member:
     """One process of the cluster; its output goes to a file that failures show."""
 
-    def __init__(self, command: str, settings: Settings, log: Path, path: str = "") -> None:
+    def __init__(
+        self,
+        command: str,
+        settings: Settings,
+        log: Path,
+        path: str = "",
+        *,
+        cwd: Path | None = None,
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`prefix` is a program that becomes this one, `environment` what it finds beside its settings."""
         self.log = log
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.cli", command],
-                env=inherited | settings.environment() | {"PYTHONPATH": path},
+                [*prefix, sys.executable, "-m", "orchestrator.cli", command],
+                env=inherited | settings.environment() | {"PYTHONPATH": path, **environment},
+                cwd=cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -31,7 +31,7 @@ def new_job(**fields: Any) -> NewJob:
 def submit(db: Database, count: int = 1, **fields: Any) -> list[str]:
     """Submit `count` equal jobs; their ids, in order."""
     batch = [new_job(**fields) for _ in range(count)]
-    assert set(submit_jobs(db, batch, default_max_attempts=5)) == {Verdict.CREATED}
+    assert set(submit_jobs(db, batch, POLICY)) == {Verdict.CREATED}
     return [job.job_id for job in batch]
 
 

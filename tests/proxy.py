@@ -7,6 +7,7 @@
         proxy.lose_reply()       # the next answer gets lost and its connection ends; then all is well
         proxy.cut()              # every connection ends, new ones are welcome
         proxy.refuse()           # every connection ends, new ones are cut at once
+        proxy.slow(0.2)          # every piece of data, in either direction, arrives that many seconds later
         proxy.heal()             # new connections work again
 
 What an old connection missed stays missed: its bytes have a hole, so `heal` cuts those that suffered.
@@ -36,15 +37,16 @@ class _Link:
 
 
 class Proxy:
-    """Forwards to 127.0.0.1:`target` until told otherwise."""
+    """Forwards to 127.0.0.1:`target` until told otherwise; a new `target` is for connections from then on."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Condition()
         self._links: list[_Link] = []
         self._mode = "pass"
+        self._delay_s = 0.0
         self._closed = False
         #: Bytes of answers that were thrown away.
         self.swallowed = 0
@@ -64,6 +66,10 @@ class Proxy:
     def refuse(self) -> None:
         self._set("refuse")
         self.cut()
+
+    def slow(self, seconds: float) -> None:
+        self._delay_s = seconds
+        self._set("slow")
 
     def cut(self) -> None:
         with self._lock:
@@ -110,7 +116,7 @@ class Proxy:
                 client.close()
                 continue
             try:
-                server = socket.create_connection(("127.0.0.1", self._target))
+                server = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
                 client.close()
                 continue
@@ -131,6 +137,9 @@ class Proxy:
                     with self._lock:
                         self._lock.wait_for(lambda: self._mode != "stall" or link not in self._links)
                     break  # what was held back is lost
+                if self._mode == "slow":
+                    with self._lock:
+                        self._lock.wait_for(lambda: self._mode != "slow" or link not in self._links, self._delay_s)
                 if replies and self._mode == "swallow":
                     link.harmed = True
                     self.swallowed += len(data)

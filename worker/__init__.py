@@ -5,12 +5,14 @@
     ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
     ├─ ledger      claims + leases, starts, ends → one transaction → XACK + XDEL
     ├─ publisher   keep the lane's window filled
+    ├─ doorbell    hear that something changed, and make the next heartbeat come now
     └─ keepalive   heartbeat, leases, GPU sample; depends on nothing that a handler can block
 
 A handler's module imports only what is exported here.
 """
 
+from worker.artifacts import Superseded
 from worker.context import Context
-from worker.handlers import Permanent, Retry, Skip, handler
+from worker.handlers import Cancelled, Permanent, Retry, Skip, handler
 
-__all__ = ["Context", "Permanent", "Retry", "Skip", "handler"]
+__all__ = ["Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler"]

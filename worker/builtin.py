@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from orchestrator.gpu import simulated
-from worker import Context, Permanent, Retry, Skip, handler
+from worker import Cancelled, Context, Permanent, Retry, Skip, handler
 
 
 @handler("echo")
@@ -19,10 +19,12 @@ def echo(_ctx: Context, payload: dict[str, Any]) -> dict[str, Any]:
 
 @handler("sleep")
 def sleep(ctx: Context, payload: dict[str, Any]) -> dict[str, Any]:
-    """Sleeps `seconds`, reporting progress."""
+    """Sleeps `seconds`, reporting progress; stops when it is cancelled."""
     seconds = float(payload.get("seconds", 1.0))
     started = time.monotonic()
     while (passed := time.monotonic() - started) < seconds:
+        if ctx.cancelled:
+            raise Cancelled(f"after {passed:.1f} of {seconds:g} seconds")
         ctx.progress(passed / seconds)
         time.sleep(min(0.05, seconds - passed))
     return {"slept": seconds}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from worker import artifacts
 
 #: Seconds between two reports of progress; more would only fill the pipe.
 PROGRESS_EVERY_S = 0.1
@@ -22,7 +28,23 @@ class Context:
     device: str | None = None
     trace_context: str | None = None
     _report: Callable[[float, str], None] = field(default=lambda _fraction, _note: None, repr=False)
+    _is_cancelled: Callable[[], bool] = field(default=lambda: False, repr=False)
+    _owns: Callable[[], bool] = field(default=lambda: True, repr=False)
     _last_report: float = field(default=float("-inf"), repr=False)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody cancelled the job. Look often, clean up and raise Cancelled: soon nobody asks any more."""
+        return self._is_cancelled()
+
+    @contextmanager
+    def artifact(self, path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+        """Write a file that appears whole, and only if this attempt still owns the job when it is written.
+
+        Raises Superseded otherwise, and leaves what stands at `path` as it is.
+        """
+        with artifacts.writing(Path(path), self.job_id, self.attempt, self._owns) as file:
+            yield file
 
     def progress(self, fraction: float, note: str = "") -> None:
         """Say how far the job is (0…1); shown in its record within a heartbeat."""

@@ -24,6 +24,13 @@ class Skip(Exception):
     """There is nothing to do: `skipped`, which is no error."""
 
 
+class Cancelled(BaseException):
+    """The job was cancelled. Raise it when `ctx.cancelled` turned true; after a while it is raised for you.
+
+    No Exception, so that a handler's own `except Exception` does not swallow it on the way out.
+    """
+
+
 class Retry(Exception):
     """Try again, after a while of the handler's choosing."""
 

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import DatabaseUnavailable, Unavailable
 from orchestrator.settings import Settings
 from orchestrator.store import outbox
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.database import Database
-from orchestrator.stream.hub import DeadLetter, Hub
+from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
 from worker.ledger import Ledger
 from worker.slots import SlotPool
@@ -87,7 +88,7 @@ class Intake:
         #: Entries that were read, and not yet claimed or let go.
         self._unanswered: list[Entry] = []
         self._claim_s = 0.0  # how long the last claim took
-        # A claim may wait for a transaction that is being retried; one without an answer at all is a bug.
+        # A claim waits while ends are written, however long the database is away; then it is asked for again.
         self._patience_s = 10 * settings.db_timeout_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="intake", daemon=True)
@@ -144,10 +145,10 @@ class Intake:
         started = time.monotonic()
         try:
             answers = self._ledger.claim(list(by_job)).result(self._patience_s) if by_job else {}
-        except DatabaseUnavailable:
+        except (DatabaseUnavailable, TimeoutError) as away:
             # Perhaps committed, perhaps not: asked again, a claim whose answer was lost is found and undone first.
             self._unanswered = [*entries, *self._unanswered]
-            raise
+            raise DatabaseUnavailable(str(away) or "no answer to a claim") from away
         self._claim_s = time.monotonic() - started
         done_with = [entry.entry_id for entry in entries if not entry.job_id or entry is not by_job[entry.job_id]]
         letters = [_letter(entry, "malformed") for entry in entries if not entry.job_id]

@@ -1,4 +1,4 @@
-"""Says that this worker lives, from a thread that no handler can block, and knows when it counts as dead."""
+"""Says that this worker lives, from a thread that no handler can block, and hears what became of its jobs."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchestratorError, WorkerLost
 from orchestrator.gpu.backends import Backend
 from orchestrator.settings import Settings
-from orchestrator.store import nodes
+from orchestrator.store import nodes, withdraw
 from orchestrator.store.database import Database
 from orchestrator.store.nodes import Beat, Worker
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 log = logging.getLogger(__name__)
 
 
 class Keepalive:
-    """Beats until stopped.
+    """Beats until stopped, and sooner when poked.
 
-    `on_lost` is called once when this worker must give up what it runs: the leader gave its jobs away, or its
-    leases ran out because no heartbeat got through.
+    `on_lost` is called once, when the leader gave this worker's jobs away. `on_cancelled` gets jobs (with attempts)
+    that somebody cancelled, again with every heartbeat until they have ended. `on_leases_over` is called when no
+    heartbeat got through for as long as a lease lives.
     """
 
     def __init__(
@@ -31,7 +36,10 @@ class Keepalive:
         gpus: Backend,
         settings: Settings,
         beat: Callable[[], Beat],
+        *,
         on_lost: Callable[[], None],
+        on_cancelled: Callable[[list[tuple[str, int]]], None],
+        on_leases_over: Callable[[], None],
     ) -> None:
         self._db = db
         self._worker = worker
@@ -39,7 +47,10 @@ class Keepalive:
         self._settings = settings
         self._beat = beat
         self._on_lost = on_lost
+        self._on_cancelled = on_cancelled
+        self._on_leases_over = on_leases_over
         self._stop = threading.Event()
+        self._poked = threading.Event()
         self._interval_s = min(settings.worker_heartbeat_s, settings.gpu_sample_s)
         self._last_success = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="keepalive", daemon=True)
@@ -53,16 +64,32 @@ class Keepalive:
         started = time.monotonic()
         beat, sample = self._beat(), self._gpus.sample()
         gate = self._settings.gpu_mem_gate_pct
-        self._db.write(lambda conn: nodes.heartbeat(conn, self._worker, beat, sample, gate))
+
+        def work(conn: Connection) -> list[tuple[str, int]]:
+            nodes.heartbeat(conn, self._worker, beat, sample, gate)
+            return withdraw.to_stop(conn, self._worker.worker_id, beat.held)
+
+        cancelled = self._db.write(work)
         self._last_success = started
+        if cancelled:
+            self._on_cancelled(cancelled)
+
+    def poke(self) -> None:
+        """Something changed in the database: beat now."""
+        self._poked.set()
 
     def close(self) -> None:
         self._stop.set()
+        self._poked.set()
         if self._thread.is_alive():
             self._thread.join(self._settings.db_timeout_s)
 
     def _loop(self) -> None:
-        while not self._stop.wait(self._interval_s):
+        while not self._stop.is_set():
+            self._poked.wait(self._interval_s)
+            self._poked.clear()
+            if self._stop.is_set():
+                return
             try:
                 self.beat()
             except WorkerLost as lost:
@@ -73,12 +100,8 @@ class Keepalive:
                 log.warning("heartbeat failed", extra={"error": str(away)})
             except Exception:
                 log.exception("heartbeat broke")
-            if self._leases_over():
-                log.error("leases ran out", extra={"silent_s": round(time.monotonic() - self._last_success, 1)})
-                self._on_lost()
-                return
-
-    def _leases_over(self) -> bool:
-        """A database that is away for a moment costs nothing; after a lease's life its GPU may be another's."""
-        margin = self._settings.worker_heartbeat_s
-        return time.monotonic() - self._last_success > self._settings.lease_ttl_s - margin
+            # A database that is away for a moment costs nothing; after a lease's life its GPU may be another's.
+            silent_s = time.monotonic() - self._last_success
+            if silent_s > self._settings.job_lease_ttl_s - self._settings.worker_heartbeat_s:
+                log.error("leases ran out", extra={"silent_s": round(silent_s, 1)})
+                self._on_leases_over()

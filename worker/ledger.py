@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from orchestrator.dead_letters import dead_letter
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.store import audit
@@ -23,7 +22,6 @@ from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import CONTENT_ERRORS, Database
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
-from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
 
 if TYPE_CHECKING:
@@ -55,13 +53,6 @@ Answers = dict[str, Claim | NotClaimed]
 _Written = tuple[list[Settled], list[Answers | Exception]]
 
 
-class _Ended(NamedTuple):
-    """A job whose end is committed, and the entry to acknowledge."""
-
-    settled: Settled
-    entry_id: str
-
-
 @dataclass(frozen=True)
 class _Turn:
     """What one transaction writes."""
@@ -75,7 +66,6 @@ class Ledger:
     def __init__(
         self,
         db: Database,
-        hub: Hub,
         lane: Lane,
         by: Claimant,
         policy: RetryPolicy,
@@ -84,15 +74,16 @@ class Ledger:
         held: Callable[[], set[str]],
         claim_is_near: Callable[[], bool],
         on_settled: Callable[[Sequence[Settled]], None],
+        on_stuck: Callable[[], None],
     ) -> None:
         self._db = db
-        self._hub = hub
         self._lane = lane
         self._by = by
         self._policy = policy
         self._memory_for = memory_for
         self._held = held
         self._on_settled = on_settled
+        self._on_stuck = on_stuck
         self._give_up = threading.Event()
         # Ends wait a moment for the claim that follows them, when one is about to.
         self._batcher: Batcher[Note | Offer, Answers] = Batcher(
@@ -101,7 +92,7 @@ class Ledger:
             linger=lambda: LINGER_S if claim_is_near() else 0.0,
             urgent=lambda item: isinstance(item, Offer),
         )
-        self._acks: Batcher[list[_Ended], None] = Batcher("acknowledger", self._acknowledge, weight=len)
+        self._acks: Batcher[list[str], None] = Batcher("acknowledger", self._acknowledge, weight=len)
 
     def note(self, event: Start | End, entry_id: str) -> None:
         """Write this down soon; nobody waits for it."""
@@ -124,7 +115,7 @@ class Ledger:
         ended = {note.event.job_id: note for note in notes if isinstance(note.event, End)}
         # A start whose end is known already needs no write of its own.
         starts = [n.event for n in notes if isinstance(n.event, Start) and n.event.job_id not in ended]
-        ends = [note.event for note in ended.values() if isinstance(note.event, End)]
+        ends = [_with_origin(note.event, note.entry_id) for note in ended.values() if isinstance(note.event, End)]
         offers = [item for item in items if isinstance(item, Offer)]
         try:
             settled, answers = self._write(_Turn(starts, ends, offers))
@@ -133,13 +124,13 @@ class Ledger:
                 raise  # the batcher finds the one at fault
             # The database would refuse this very end for ever: the job must not stay owned that long.
             log.exception("could not be written", extra={"note": repr(items[0])[:200]})
-            settled, answers = self._write_later(_Turn([], [_unwritable(end, error) for end in ends], [])), []
+            settled, answers = self._write_failure(_Turn([], [_unwritable(end, error) for end in ends], [])), []
         except Exception as error:  # noqa: BLE001 - the server's trouble, under whatever name
             # Claims are given back to whoever asked; ends must be written, whenever that is.
             away = DatabaseUnavailable(f"the claim failed: {error}")
             settled, answers = self._write_later(_Turn(starts, ends, [])), [away] * len(offers)
         if settled:
-            self._acks.post([_Ended(item, ended[item.end.job_id].entry_id) for item in settled])
+            self._acks.post([ended[item.end.job_id].entry_id for item in settled])
         self._on_settled(settled)
         replies = iter(answers)
         return [next(replies) if isinstance(item, Offer) else {} for item in items]
@@ -162,6 +153,14 @@ class Ledger:
             ]
         return settled, answers
 
+    def _write_failure(self, turn: _Turn) -> list[Settled]:
+        """Even that it failed cannot be written: give up this worker's life, so that the leader frees the job."""
+        try:
+            return self._write_later(turn)
+        except CONTENT_ERRORS:
+            self._on_stuck()
+            raise
+
     def _write_later(self, turn: _Turn) -> list[Settled]:
         """Try until it is written: an end that is dropped would leave its job owned for ever."""
         while turn.starts or turn.ends:
@@ -175,15 +174,19 @@ class Ledger:
                     raise
         return []
 
-    def _acknowledge(self, groups: list[list[_Ended]]) -> list[None]:
-        ended = [item for group in groups for item in group]
+    def _acknowledge(self, groups: list[list[str]]) -> list[None]:
+        entry_ids = [entry_id for group in groups for entry_id in group]
         try:
-            self._hub.bury([letter for item in ended if (letter := dead_letter(item.settled, item.entry_id))])
-            self._lane.ack([item.entry_id for item in ended])
+            self._lane.ack(entry_ids)
         except RedisUnavailable as away:
             # The leader drops entries whose job is over.
-            log.warning("acknowledgements lost", extra={"entries": len(ended), "error": str(away)})
+            log.warning("acknowledgements lost", extra={"entries": len(entry_ids), "error": str(away)})
         return [None] * len(groups)
+
+
+def _with_origin(end: End, entry_id: str) -> End:
+    """A dead letter names the entry that brought its job; a success needs no such thing."""
+    return end._replace(origin_id=entry_id) if end.outcome is Outcome.FAILED else end
 
 
 def _unwritable(end: End, error: Exception) -> End:

@@ -23,7 +23,7 @@ from orchestrator.errors import InvalidInput
 from orchestrator.jsontext import canonical_json
 from worker import handlers, wire
 from worker.context import Context
-from worker.handlers import Permanent, Registered, Retry, Skip
+from worker.handlers import Cancelled, Permanent, Registered, Retry, Skip
 
 #: Levels a result may nest, as a payload may by default.
 MAX_DEPTH = 64
@@ -35,6 +35,21 @@ class Slot:
     registry: dict[str, Registered]
     result_limit: int
     warm: dict[str, Any] = field(default_factory=dict)
+    cancelled: bool = False
+    busy: bool = False
+
+    def listen(self) -> None:
+        """Hear that the job is cancelled: a flag at first, an exception in the handler when it does not look."""
+        signal.signal(wire.CANCEL, self._ask)
+        signal.signal(signal.SIGTERM, self._insist)
+
+    def _ask(self, _number: int, _frame: object) -> None:
+        self.cancelled = True
+
+    def _insist(self, _number: int, _frame: object) -> None:
+        self.cancelled = True
+        if self.busy:
+            raise Cancelled("asked to stop")
 
     def run(self) -> None:
         memory = {name: registered.min_memory_mb for name, registered in self.registry.items()}
@@ -51,7 +66,8 @@ class Slot:
 
     def _attempt(self, head: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
         """Run one job; the ending as the supervisor wants to hear it, and the result's JSON."""
-        ctx = Context(**head["job"], _report=self._report)
+        self.cancelled = False
+        ctx = Context(**head["job"], _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
         if ctx.device is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
         started = time.monotonic()
@@ -61,7 +77,13 @@ class Slot:
 
     def _outcome(self, ctx: Context, body: str) -> tuple[dict[str, Any], str]:
         try:
-            value = self._handler(ctx)(ctx, json.loads(body))
+            self.busy = True
+            try:
+                value = self._handler(ctx)(ctx, json.loads(body))
+            finally:
+                self.busy = False
+        except Cancelled as cancelled:
+            return _failed("transient", cancelled) | {"outcome": "cancelled"}, ""  # a failure, if nobody cancelled it
         except Skip as skip:
             return {"outcome": "skipped", "error": str(skip)}, ""
         except Permanent as permanent:
@@ -96,6 +118,10 @@ class Slot:
             return {"outcome": "failed", "error_kind": "bad_result", "error": error}, ""
         return {"outcome": "done"}, text
 
+    def _owns(self) -> bool:
+        wire.send(self.pipe, {"owns": True})
+        return bool(wire.receive(self.pipe)[0].get("owns"))
+
     def _report(self, fraction: float, note: str) -> None:
         wire.send(self.pipe, {"progress": [fraction, note]})
 
@@ -111,7 +137,9 @@ def main() -> None:
     os.set_inheritable(int(fd), False)
     pipe = Connection(int(fd))
     try:
-        Slot(pipe, handlers.load(modules), int(result_limit)).run()
+        slot = Slot(pipe, handlers.load(modules), int(result_limit))
+        slot.listen()
+        slot.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the supervisor is gone, and so are we
 

@@ -9,21 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any
 
-from orchestrator.jobs import ErrorKind
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
 from worker import wire
+from worker.process import NEVER, SlotProcess
 
 log = logging.getLogger(__name__)
 
@@ -31,28 +25,10 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 #: A job is written down as running when it has run this long; one that ends sooner needs no such write.
 RUNNING_AFTER_S = 0.05
-#: Longest pause a handler may ask for.
-MAX_RETRY_AFTER_S = 31_536_000.0
 #: Jobs of less than this many seconds are worth waiting for.
 QUICK_S = 0.002
 #: A slot that cannot start is tried again after 0.5, 1, 2 … at most this many seconds.
 MAX_RESPAWN_DELAY_S = 30.0
-
-
-@dataclass
-class SlotProcess:
-    """One child. `claim` is what it runs; it is free when it said hello and runs nothing."""
-
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-    pidfd: int
-    ready: bool = False
-    dying: bool = False
-    claim: Claim | None = None
-    since: float = float("inf")
-    deadline: float = float("inf")
-    #: Why we killed it: the answer to the job it ran.
-    verdict: End | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +38,21 @@ class SlotEvents:
     started: Callable[[Claim], None]
     ended: Callable[[Claim, End], None]
     progressed: Callable[[Claim, float, str], None]
+    #: A handler wants to know whether its job is still its own; `SlotPool.answer` tells it.
+    asked: Callable[[Claim], None]
 
 
 class SlotPool:
-    def __init__(self, count: int, command: list[str], environment: dict[str, str], events: SlotEvents) -> None:
+    def __init__(
+        self,
+        count: int,
+        command: list[str],
+        environment: dict[str, str],
+        events: SlotEvents,
+        cancel_step_s: float,
+    ) -> None:
         self._count = count
+        self._cancel_step_s = cancel_step_s
         self._command = command
         self._environment = environment
         self._events = events
@@ -109,13 +95,23 @@ class SlotPool:
             if not self._free or self._closing:
                 return False
             slot = self._free.pop()
-            slot.claim, slot.since = claim, time.monotonic()
-            slot.deadline = slot.since + (claim.max_runtime_sec or float("inf"))
-        try:
-            wire.send(slot.pipe, {"job": _job(claim)}, claim.payload)
-        except OSError:
-            self._kill(slot)  # it died just now; the loop answers for the job
+            slot.take(claim)
+        slot.send_job(claim)
         return True
+
+    def cancel(self, job_id: str, attempt: int) -> None:
+        """Stop this job, gently at first. Its end comes like any other; asking again changes nothing."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.claim is not None and (slot.claim.job_id, slot.claim.attempt) == (job_id, attempt):
+                    slot.cancel(self._cancel_step_s)
+
+    def answer(self, claim: Claim, owns: bool) -> None:
+        """Tell the slot that runs this job whether the job is still its own."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.claim is claim:
+                    slot.send({"owns": owns})
 
     def memory_for(self, type: str) -> int | None:
         """Default need in MB of this job type's handler; None when there is no handler."""
@@ -140,13 +136,14 @@ class SlotPool:
                 self._changed.wait(TICK_S)
             return True
 
-    def stop_jobs(self, outcome: Outcome, reason: str) -> None:
-        """Kill every running job's process group; each job ends with `outcome`."""
+    def hand_back(self, reason: str, *, leased_only: bool = False) -> None:
+        """Kill the process groups of running jobs, all or those with a lease; the jobs may run elsewhere."""
         with self._changed:
             for slot in self._slots:
-                if slot.claim is not None:
-                    slot.verdict = End(slot.claim.job_id, slot.claim.attempt, outcome, error=reason)
-                    self._kill(slot)
+                claim = slot.claim
+                if claim is not None and slot.verdict is None and (claim.lease or not leased_only):
+                    slot.verdict = End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error=reason)
+                    slot.kill()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End all slots: asked first, killed after a moment."""
@@ -155,11 +152,11 @@ class SlotPool:
             self._changed.notify_all()
             for slot in self._slots:
                 if slot.claim is None and slot.ready:
-                    _ask_to_stop(slot)
+                    slot.send({"stop": True})
         self._join(timeout_s)
         with self._changed:
             for slot in self._slots:
-                self._kill(slot)
+                slot.kill()
         self._join(timeout_s)
         for fd in (self._wake_r, self._wake_w):
             os.close(fd)
@@ -195,31 +192,18 @@ class SlotPool:
 
     def _respawn(self) -> None:
         while not self._closing and len(self._slots) < self._count and time.monotonic() >= self._respawn_at:
-            slot = self._spawn()
+            slot = SlotProcess.start(self._command, self._environment)
             with self._changed:
                 self._slots.append(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
             self._selector.register(slot.pidfd, selectors.EVENT_READ, slot)
-
-    def _spawn(self) -> SlotProcess:
-        ours, theirs = Pipe(duplex=True)
-        arguments = [str(theirs.fileno()), str(os.getpid()), *self._command]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "worker.slot", *arguments],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a process group of its own, to be killed as one
-            env=_without_settings(os.environ) | self._environment,
-        )
-        theirs.close()
-        return SlotProcess(process, ours, os.pidfd_open(process.pid))
 
     def _hear(self, slot: SlotProcess) -> None:
         try:
             head, body = wire.receive(slot.pipe)
         except (EOFError, OSError, ValueError):
             self._selector.unregister(slot.pipe)
-            self._kill(slot)  # a slot that cannot be understood is as good as dead
+            slot.kill()  # a slot that cannot be understood is as good as dead
             return
         if "hello" in head:
             self._failures = 0
@@ -227,17 +211,19 @@ class SlotPool:
             self._release(slot)
         elif "progress" in head and slot.claim is not None:
             self._events.progressed(slot.claim, *head["progress"])
+        elif "owns" in head and slot.claim is not None:
+            self._events.asked(slot.claim)
         elif "end" in head and slot.claim is not None and slot.verdict is None:
             claim = slot.claim
             self._usual_run_s += (head["end"]["run_seconds"] - self._usual_run_s) / 16
             self._release(slot)
-            self._events.ended(claim, _end(claim, head["end"], body))
+            self._events.ended(claim, slot.end_of(claim, head["end"], body))
 
     def _release(self, slot: SlotProcess) -> None:
         with self._changed:
             slot.ready, slot.claim = True, None
             if self._closing:
-                _ask_to_stop(slot)
+                slot.send({"stop": True})
             elif not slot.dying:
                 self._free.append(slot)
             if len(self._free) in (1, len(self._slots)) or self._closing:
@@ -246,7 +232,7 @@ class SlotPool:
     def _bury(self, slot: SlotProcess) -> None:
         """A slot's process ended: sweep its group, answer for its job, make room for a new one."""
         self._drain(slot)
-        self._kill(slot)
+        slot.kill()
         code = slot.process.wait()
         for source in (slot.pidfd, slot.pipe):
             if source in self._selector.get_map():
@@ -265,7 +251,7 @@ class SlotPool:
                 self._free.remove(slot)
             self._changed.notify_all()
         if claim is not None:
-            self._events.ended(claim, slot.verdict or _crashed(claim, code))
+            self._events.ended(claim, slot.end_of_dead(claim, code))
 
     def _drain(self, slot: SlotProcess) -> None:
         """Hear what it said just before its end: the job may have finished."""
@@ -277,99 +263,13 @@ class SlotPool:
         now = time.monotonic()
         with self._changed:
             for slot in self._slots:
-                if slot.claim is None or slot.verdict is not None:
-                    continue
-                if now - slot.since >= RUNNING_AFTER_S:
-                    slot.since = float("inf")
+                slot.look_at_clock(now)
+                if slot.claim is not None and slot.verdict is None and now - slot.since >= RUNNING_AFTER_S:
+                    slot.since = NEVER
                     self._events.started(slot.claim)
-                if now >= slot.deadline:
-                    slot.verdict = _overran(slot.claim)
-                    self._kill(slot)
-
-    def _kill(self, slot: SlotProcess) -> None:
-        try:
-            os.killpg(slot.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # the whole group is gone already
 
     def _wake(self) -> None:
         try:
             os.write(self._wake_w, b".")
         except BlockingIOError:
             return  # it is awake
-
-
-def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Handlers get no database password: what they need comes with the job."""
-    return {name: value for name, value in environ.items() if not name.startswith("ORCH_")}
-
-
-def _ask_to_stop(slot: SlotProcess) -> None:
-    try:
-        wire.send(slot.pipe, {"stop": True})
-    except OSError:
-        return  # its end is noticed by the loop
-
-
-def _job(claim: Claim) -> dict[str, Any]:
-    return {
-        "job_id": claim.job_id,
-        "type": claim.type,
-        "attempt": claim.attempt,
-        "agent": claim.agent,
-        "model_id": claim.model_id,
-        "device": _device(claim),
-        "trace_context": claim.trace_context,
-    }
-
-
-def _device(claim: Claim) -> str | None:
-    if claim.lease is None:
-        return None
-    return ",".join(gpu.gpu_uuid for gpu in claim.lease.gpus) or "cpu"
-
-
-def _end(claim: Claim, ending: dict[str, Any], body: str) -> End:
-    kind = ending.get("error_kind")
-    return End(
-        claim.job_id,
-        claim.attempt,
-        Outcome(ending["outcome"]),
-        run_seconds=ending["run_seconds"],
-        result=body or None,
-        error_kind=ErrorKind(kind) if kind else None,
-        error=ending.get("error"),
-        retry_after_s=_bounded(ending.get("retry_after_s")),
-        lease_key=claim.lease.key if claim.lease else None,
-    )
-
-
-def _bounded(seconds: float | None) -> float | None:
-    """A pause within a year; anything else a handler asks for is left to the usual backoff."""
-    return seconds if seconds is not None and 0 <= seconds <= MAX_RETRY_AFTER_S else None
-
-
-def _overran(claim: Claim) -> End:
-    limit = claim.max_runtime_sec or 0.0
-    error = f"ran longer than max_runtime_sec = {limit}"
-    return End(
-        claim.job_id,
-        claim.attempt,
-        Outcome.FAILED,
-        run_seconds=limit,
-        error_kind=ErrorKind.TIMEOUT,
-        error=error,
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
-        return f"signal {number}"
-
-
-def _crashed(claim: Claim, code: int) -> End:
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    error = f"the process that ran it {how}"
-    return End(claim.job_id, claim.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=error)

@@ -15,20 +15,22 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from orchestrator.errors import OrchestratorError, Unavailable
+from orchestrator.errors import OrchestratorError, Overloaded, Unavailable
 from orchestrator.gpu import backends
 from orchestrator.identity import instance_id, node_id
 from orchestrator.jobs import BURY, DEFAULT_LANE, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import nodes
+from orchestrator.store import nodes, ownership
 from orchestrator.store.claim import Claim
 from orchestrator.store.database import Database
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
 from orchestrator.store.settle import End, Outcome, Settled, Start
 from orchestrator.stream.hub import Hub
+from worker.doorbell import Listener
 from worker.intake import Held, Intake
 from worker.keepalive import Keepalive
 from worker.ledger import Ledger
@@ -52,12 +54,17 @@ class Session:
         self._node_id = node_id(settings)
         self.worker_id = instance_id()
         self._gpus = backends.choose(settings.gpu_backend, self._node_id, settings.data_dir)
-        self._by = Claimant(self.worker_id, self._node_id, self._lane.name, settings.lease_ttl_s, settings.gpu_stale_s)
+        self._by = Claimant(
+            self.worker_id, self._node_id, self._lane.name, settings.job_lease_ttl_s, settings.gpu_stale_s
+        )
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
         self._counts = {"done": 0, "failed": 0}
         self._draining = False
         self._keepalive: Keepalive | None = None
+        self._doorbell: Listener | None = None
+        # Apart from the slots' thread, which must never wait for the database.
+        self._questions = ThreadPoolExecutor(1, thread_name_prefix="ownership")
         self.over = threading.Event()
         self.lost = False
         self._build()
@@ -69,11 +76,11 @@ class Session:
             settings.worker_slots,
             [str(settings.payload_max_bytes), *settings.worker_handlers],
             self._gpus.environment(),
-            SlotEvents(self._started, self._ended, self._progressed),
+            SlotEvents(self._started, self._ended, self._progressed, self._asked),
+            settings.cancel_step_s,
         )
         self._ledger = Ledger(
             self._db,
-            self._hub,
             self._lane,
             self._by,
             policy,
@@ -81,6 +88,7 @@ class Session:
             held=self._held.job_ids,
             claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
             on_settled=self._settled,
+            on_stuck=self._on_lost,
         )
         self._intake = Intake(
             self._db,
@@ -103,8 +111,19 @@ class Session:
                 return
         worker = self._describe()
         self._db.write(lambda conn: nodes.register(conn, worker, self._gpus.name))
-        self._keepalive = Keepalive(self._db, worker, self._gpus, self._settings, self._beat, self._on_lost)
+        self._keepalive = Keepalive(
+            self._db,
+            worker,
+            self._gpus,
+            self._settings,
+            self._beat,
+            on_lost=self._on_lost,
+            on_cancelled=self._cancelled,
+            on_leases_over=lambda: self._slots.hand_back("its lease ran out", leased_only=True),
+        )
         self._keepalive.start()
+        self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
+        self._doorbell.start()
         self._intake.start()
         self._publisher.nudge(self._lane.name)
         log.info("worker ready", extra={"worker_id": self.worker_id, "lane": self._lane.name})
@@ -125,7 +144,7 @@ class Session:
         self._draining = True
         self._intake.stop()
         if not self._slots.wait_idle(self._settings.worker_grace_s):
-            self._slots.stop_jobs(Outcome.HANDED_BACK, "its worker was stopped")
+            self._slots.hand_back("its worker was stopped")
         self._close()
         try:
             worker = self._describe()
@@ -138,11 +157,14 @@ class Session:
     def abandon(self) -> None:
         """Kill what runs and leave: the leader gave our jobs away, or they never were ours."""
         self._intake.stop()
-        self._slots.stop_jobs(Outcome.HANDED_BACK, "its worker was declared dead")
+        self._slots.hand_back("its worker was declared dead")
         self._close()
 
     def _close(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
         self._slots.close()
+        self._questions.shutdown(wait=False, cancel_futures=True)
         self._intake.join()
         self._ledger.close(self._settings.db_timeout_s)
         if self._keepalive is not None:
@@ -159,13 +181,33 @@ class Session:
 
     def _refused(self, claim: Claim) -> None:
         """Claimed, but its slot went away meanwhile."""
-        self._ended(claim, End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="no slot was free any more"))
+        back = End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="no slot was free any more")
+        try:
+            self._ended(claim, back)
+        except Overloaded:  # the session ended while the claim was being committed: the leader finds the job
+            log.warning("left a claimed job behind", extra={"job_id": claim.job_id})
 
     def _progressed(self, claim: Claim, fraction: float, note: str) -> None:
         """What a handler says must not be able to stop the heartbeat that carries it."""
         if math.isfinite(fraction):
             text = str(note).encode(errors="replace").decode()
             self._progress[claim.job_id] = (claim.attempt, min(max(float(fraction), 0.0), 1.0), text)
+
+    def _asked(self, claim: Claim) -> None:
+        self._questions.submit(self._answer, claim)
+
+    def _answer(self, claim: Claim) -> None:
+        """Without an answer from the database nobody owns anything."""
+        try:
+            owns = self._db.read(lambda conn: ownership.owns(conn, claim.job_id, claim.attempt))
+        except Unavailable as away:
+            log.warning("ownership unknown", extra={"job_id": claim.job_id, "error": str(away)})
+            owns = False
+        self._slots.answer(claim, owns)
+
+    def _cancelled(self, jobs: list[tuple[str, int]]) -> None:
+        for job_id, attempt in jobs:
+            self._slots.cancel(job_id, attempt)
 
     def _read(self, count: int, ran_dry: bool) -> None:
         if ran_dry:
@@ -182,7 +224,8 @@ class Session:
 
     def _beat(self) -> Beat:
         progress = tuple((job_id, *report) for job_id, report in list(self._progress.items()))
-        return Beat(self._slots.busy(), self._counts["done"], self._counts["failed"], self._draining, progress)
+        held = tuple(self._held.job_ids())
+        return Beat(self._slots.busy(), self._counts["done"], self._counts["failed"], self._draining, progress, held)
 
     def _on_lost(self) -> None:
         self.lost = True

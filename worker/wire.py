@@ -15,6 +15,9 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
+#: Asks a slot to stop its job: sets `ctx.cancelled`, nothing more.
+CANCEL = signal.SIGUSR1
+
 
 def send(pipe: Connection, head: dict[str, Any], body: str = "") -> None:
     pipe.send_bytes(f"{json.dumps(head)}\n{body}".encode())

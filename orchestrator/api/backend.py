@@ -11,12 +11,14 @@ from fastapi import Depends, Request
 
 from orchestrator.api.gauges import Gauges
 from orchestrator.api.probes import Probes
+from orchestrator.api.teller import Teller
 from orchestrator.api.waiters import Waiters
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.jobs import NewJob
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.store import job_reads, leases
+from orchestrator.store.dead_letters import Removed
 from orchestrator.store.submit import Verdict
 
 T = TypeVar("T")
@@ -31,6 +33,7 @@ class Backend:
         self.waiters = Waiters(self._ended)
         self.gauges = Gauges(orchestrator)
         self.probes = Probes(orchestrator)
+        self.teller = Teller(orchestrator.hub)
         # More threads than connections would only wait for connections.
         self._threads = ThreadPoolExecutor(self.settings.db_pool_size, thread_name_prefix="api-db")
 
@@ -58,8 +61,15 @@ class Backend:
         if isinstance(answer, Granted):
             self._threads.submit(self.orchestrator.db.write, lambda conn: leases.release(conn, answer.request.token))
 
+    def left_the_dead(self, removed: Removed) -> None:
+        """Jobs were started over or forgotten: their lanes have work perhaps, the dead-letter stream less to tell."""
+        for lane in removed.lanes:
+            self.orchestrator.publisher.nudge(lane)
+        self.teller.unbury(removed.entry_ids)
+
     def close(self) -> None:
         self.waiters.close()
+        self.teller.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ended(self, job_ids: list[str]) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.api.probes import Probe
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
-from orchestrator.store import job_reads, leadership, nodes, outbox
+from orchestrator.store import dead_letters, job_reads, leadership, nodes, outbox
 from orchestrator.store.job_reads import LaneDepth, PoolLiveness
 from orchestrator.telemetry.metrics import Readings
 
@@ -33,7 +33,8 @@ class Gauges:
         return await _or_down(self._database, "database_up") | await _or_down(self._redis, "redis_up")
 
     def _read_redis(self) -> dict[str, Values]:
-        return {"dlq_depth": {(): self._orchestrator.hub.dlq_depth()}}
+        self._orchestrator.hub.ping()
+        return {}
 
     def _read_database(self) -> dict[str, Values]:
         db, settings = self._orchestrator.db, self._orchestrator.settings
@@ -44,6 +45,7 @@ class Gauges:
             self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), pools)
             | _gpus(gpus)
             | {"leases_active": {(): db.read(job_reads.active_leases)}, "leader_epoch": {(): term.epoch}}
+            | {"dlq_depth": {(): db.read(dead_letters.count)}}
         )
 
     def _lanes(

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import DatabaseUnavailable, Unavailable
-from orchestrator.store import job_reads, leadership
+from orchestrator.store import job_reads, leadership, outbox
 from orchestrator.store.leadership import Leadership
 
 log = logging.getLogger(__name__)
@@ -69,12 +69,15 @@ class Probes:
         self.workers = Probe(lambda: orchestrator.db.read(job_reads.live_pools))
 
     def _database(self) -> Leadership:
-        """Who leads; that needs a database that answers and that has our tables."""
+        """Who leads; that needs a database that answers, takes writes and has our tables."""
         db, name = self._orchestrator.db, self._orchestrator.settings.leader_lock
         db.ping()
         try:
-            db.read(lambda conn: job_reads.statuses(conn, [""]))
+            # No job has this id. A server that only reads, as after a failover, refuses even to look for it here.
+            db.write(lambda conn: outbox.unpublish(conn, [""]))
             return db.read(lambda conn: leadership.current(conn, name))
+        except Unavailable:
+            raise
         except Exception as missing:  # noqa: BLE001 - it just answered a ping, so it must be the tables
             hint = "its tables cannot be read; run `gpuorch migrate`"
             raise DatabaseUnavailable(f"{hint} ({_first_line(missing)})") from None

@@ -16,8 +16,10 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from orchestrator.api.app import create_app
+from orchestrator.api.problems import FRAMEWORK_CODES, problem, reply
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings
@@ -61,6 +63,16 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Protocol(HttpToolsProtocol):
+    """HTTP as uvicorn reads it; what cannot be read is answered like every other error."""
+
+    def send_400_response(self, msg: str) -> None:
+        answer = reply(problem(400, FRAMEWORK_CODES[400], msg), {"Connection": "close"})
+        fields = b"".join(b"%s: %s\r\n" % field for field in answer.raw_headers)
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%s\r\n%s" % (fields, bytes(answer.body)))
+        self.transport.close()
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket that is bound already. `should_exit = True` ends it from another thread."""
 
@@ -68,7 +80,7 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="on",
             log_config=None,

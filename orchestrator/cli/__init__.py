@@ -25,6 +25,7 @@ COMMANDS = {
     "check-config": "configuration",
     "doctor": "doctor",
     "jobs": "jobs",
+    "dlq": "dlq",
     "leases": "fleet",
     "workers": "fleet",
     "gpus": "fleet",

@@ -91,7 +91,7 @@ def _schema(db: Database) -> Iterator[Finding]:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
-    with named_errors(settings), connect(settings) as client:
+    with connect(settings) as client, named_errors(settings, client):
         server = client.info("server")
         values = client.config_get("maxmemory-policy", "appendonly")
     found = {_text(key): _text(value) for key, value in values.items()}

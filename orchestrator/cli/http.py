@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import click
 import httpx
@@ -47,17 +48,21 @@ class Api:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         # A proxy meant for the internet must not be asked for this machine.
-        local = urlsplit(url).hostname in {"127.0.0.1", "::1", "localhost"}
+        local = _host(url) in {"127.0.0.1", "::1", "localhost"}
         self._client = httpx.Client(base_url=self._url, timeout=TIMEOUT_S, trust_env=not local)
 
     def get(self, path: str, params: Mapping[str, object] = _NOTHING, wait_s: float = 0.0) -> Any:
-        given = {key: str(value) for key, value in params.items() if value is not None}
+        given = {key: _encodable(str(value)) for key, value in params.items() if value is not None}
         return self._send("GET", path, params=given, timeout=TIMEOUT_S + wait_s)
 
-    def post(self, path: str, body: Mapping[str, object]) -> Any:
-        return self._send("POST", path, json=dict(body))
+    def post(self, path: str, body: Mapping[str, object] | None = None, wait_s: float = 0.0) -> Any:
+        given = {} if body is None else {"json": dict(body)}
+        return self._send("POST", path, timeout=TIMEOUT_S + wait_s, **given)
 
     def _send(self, method: str, path: str, **how: Any) -> Any:
+        if "json" in how:
+            # The library's own encoder breaks on what the server would refuse by name: NaN, half a character.
+            how |= {"content": json.dumps(how.pop("json")), "headers": {"Content-Type": "application/json"}}
         try:
             response = self._client.request(method, path, **how)
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -71,7 +76,22 @@ class Api:
 
 
 def job_path(job_id: str, *more: str) -> str:
-    return "/".join(["/jobs", quote(job_id, safe=""), *more])
+    return "/".join(["/jobs", quote(_encodable(job_id), safe=""), *more])
+
+
+def _encodable(text: str) -> str:
+    """An argument that is no UTF-8 comes with halves of characters in their places; no name has those."""
+    return text.encode(errors="replace").decode()
+
+
+def _host(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError) as wrong:
+        raise click.BadParameter(str(wrong), param_hint="--url") from None
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise click.BadParameter("must be http://HOST:PORT or https://HOST", param_hint="--url")
+    return parsed.host
 
 
 def with_api(command: Command) -> Command:

@@ -1,4 +1,4 @@
-"""`gpuorch jobs …`: submit, look, wait. Everything goes over HTTP."""
+"""`gpuorch jobs …`: submit, look, wait, cancel, start over. Everything goes over HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LISTED = ("job_id", "type", "status", "agent", "pool_id", "priority", "attempts
 
 @click.group()
 def jobs() -> None:
-    """Submit jobs, look at them, wait for them."""
+    """Submit jobs, look at them, wait for them, cancel them or start them over."""
 
 
 @jobs.command()
@@ -102,6 +102,33 @@ def events(api: Api, job_id: str, *, as_json: bool) -> None:
         print_table(["ts", "event_type", "attempt", "worker_id", "actor", "details"], answer["events"])
 
 
+@jobs.command()
+@click.argument("job_id")
+@with_api
+@as_json
+def cancel(api: Api, job_id: str, *, as_json: bool) -> None:
+    """Cancel a job: at once when it waits; when it runs, its worker is asked to stop it."""
+    answer = api.post(job_path(job_id, "cancel"))
+    if as_json:
+        print_json(answer)
+    else:
+        asked = "" if answer["status"] == Status.CANCELLED else " (its worker was asked to stop it)"
+        click.echo(f"{answer['job_id']}  {answer['status']}{asked}")
+
+
+@jobs.command()
+@click.argument("job_id")
+@with_api
+@as_json
+def retry(api: Api, job_id: str, *, as_json: bool) -> None:
+    """Start a failed, cancelled or dead-lettered job over."""
+    answer = api.post(job_path(job_id, "retry"))
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{answer['job_id']}  {answer['status']}")
+
+
 def _poll(api: Api, job_id: str, deadline: float) -> dict[str, Any]:
     while True:
         left = max(0.0, min(POLL_S, deadline - time.monotonic()))
@@ -127,7 +154,7 @@ def _payload(text: str) -> object:
         return json.loads(text)
     except OSError as error:
         raise click.BadParameter(f"{error.filename}: {error.strerror}", param_hint="--payload") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"not JSON: {error}", param_hint="--payload") from None
 
 

@@ -12,6 +12,9 @@ holder's connection ends, so a killed leader is followed within an interval. The
 - a frozen process loses the lock because its session's wait_timeout ends, and its first write after waking finds a
   newer epoch.
 
+A database that forgot terms (a failover to a replica that lagged, a row set back by hand) would issue epochs that
+Redis has seen already. A leader that Redis refuses although its row is good begins a term above what refused it.
+
 Where the server's lock proves nothing (Galera), the row alone decides: a successor then waits until it expires.
 
 `term` wins and keeps terms, `duties` is the table of what a leader does, `loop` runs the two.

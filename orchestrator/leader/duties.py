@@ -8,22 +8,23 @@ batch it is called again at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator.dead_letters import dead_letter
+from orchestrator import jobs as job_rules
 from orchestrator.errors import RedisUnavailable, UnknownDuty
-from orchestrator.jobs import OWNED, RetryPolicy, Status
+from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import leases, nodes, outbox
+from orchestrator.store import dead_letters, leases, nodes, outbox, withdraw
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.moves import Claimant
-from orchestrator.store.settle import take_from_dead
+from orchestrator.store.settle import Settled, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
+from orchestrator.telemetry import metrics
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,9 @@ def _repair_lane(context: DutyContext, lane: str) -> int:
     if not announced:
         return 0
     # The entries are read after the rows: what was announced in between is seen, what was claimed is guarded.
-    present = context.hub.lane(lane).job_ids(limit=4 * context.settings.lane_window_max)
-    missing = [job_id for job_id in announced if job_id not in present]
+    survey = context.hub.lane(lane).survey(limit=4 * context.settings.lane_window_max)
+    context.hub.lane(lane).ack_as_leader(context.term.epoch, survey.skipped)
+    missing = [job_id for job_id in announced if job_id not in survey.coming]
     return context.term.write(lambda conn: outbox.unpublish(conn, missing, after_s))
 
 
@@ -107,12 +109,25 @@ def _reclaim_jobs(context: DutyContext) -> int:
     if context.term.age_s > timeout:
         context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH))
     rescued = 0
-    for worker in context.term.db.read(lambda conn: nodes.lost_with_jobs(conn, BATCH)):
-        dead = Claimant(worker.worker_id, worker.node_id, worker.pool_id, 0.0, 0.0)
+    for owner in context.term.db.read(lambda conn: nodes.dead_owners(conn, BATCH)):
+        dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id, 0.0, 0.0)
         settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
-        context.hub.bury([letter for item in settled if (letter := dead_letter(item))])
         rescued += len(settled)
+        _count(settled)
+        metrics.recovered(owner.silent_s)
     return rescued
+
+
+#: What became of a job whose worker is lost.
+_OUTCOMES = {job_rules.RETRY: "retried", job_rules.BURY: "buried", job_rules.STOP: "cancelled"}
+
+
+def _count(settled: Sequence[Settled]) -> None:
+    for item in settled:
+        if item.arrow in _OUTCOMES:
+            metrics.reclaimed(_OUTCOMES[item.arrow])
+        if item.arrow is job_rules.RETRY:
+            metrics.retried(ErrorKind.WORKER_LOST)
 
 
 def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
@@ -143,6 +158,20 @@ def _forget_consumers(context: DutyContext, lane: Lane) -> None:
             lane.forget_consumer(consumer)
 
 
+def expire(context: DutyContext) -> int:
+    """End jobs whose deadline passed while they waited."""
+    return context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
+
+
+def tell_dead_letters(context: DutyContext) -> int:
+    """Tell the dead-letter stream of jobs that were given up. A crash in between tells it twice, never not at all."""
+    # Read under the term: a leader that was replaced must not tell what its successor tells.
+    letters = context.term.write(lambda conn: dead_letters.untold(conn, BATCH))
+    entries = context.hub.bury(letters)
+    told = dict(zip((letter.job_id for letter in letters), entries, strict=True))
+    return context.term.write(lambda conn: dead_letters.told(conn, told)) if told else 0
+
+
 @dataclass(frozen=True)
 class Duty:
     name: str
@@ -155,6 +184,8 @@ DUTIES = (
     Duty("repair", lambda settings: settings.republish_after_s / 2, repair),
     Duty("reclaim", lambda settings: settings.reclaim_interval_s, reclaim),
     Duty("purge_leases", lambda settings: settings.purge_interval_s, purge_leases),
+    Duty("expire", lambda settings: settings.publish_interval_s, expire),
+    Duty("dead_letters", lambda settings: settings.publish_interval_s, tell_dead_letters),
 )
 
 

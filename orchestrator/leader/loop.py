@@ -92,7 +92,8 @@ class LeaderLoop:
         with metrics.duty(duty.name):
             try:
                 return duty.run(context)
-            except StaleEpoch:
+            except StaleEpoch as stale:
+                self._candidate.refused_by(stale.newest)
                 log.warning("a newer leader works already", extra={"duty": duty.name, "epoch": context.term.epoch})
             except OrchestratorError as away:
                 metrics.duty_failed(duty.name)

@@ -54,9 +54,11 @@ class Candidate:
         self._settings = settings
         self.holder = holder
         self._lock: LeaderLock | None = None
-        self._prepared = False
+        self._row_seen = self._lock_known = False
         self._term: Term | None = None
         self._trusted_until = float("-inf")
+        #: The highest epoch that ever refused one of ours.
+        self._surpass = 0
 
     @property
     def term(self) -> Term | None:
@@ -72,6 +74,20 @@ class Candidate:
                 self._keep(self._term)
         except OrchestratorError as doubt:
             self._step_down(str(doubt))
+        except Exception:
+            # Perhaps the row itself is gone: somebody deleted it, or restored a database without it.
+            self._step_down("the election broke")
+            self._row_seen = False
+            raise
+
+    def refused_by(self, epoch: int) -> None:
+        """Redis knows this epoch as newer than ours; safe to call from other threads.
+
+        Either a successor is at work, and our next renewal fails. Or the database forgot terms (a row set back by
+        hand, a failover to a replica that lagged): then nobody could lead until that many terms have passed, so we
+        begin one above it.
+        """
+        self._surpass = max(self._surpass, epoch)
 
     def resign(self) -> None:
         """Leave in order, so that a successor need not wait."""
@@ -85,15 +101,20 @@ class Candidate:
 
     def _stand(self) -> None:
         name = self._settings.leader_lock
-        if not self._prepared:
+        if not self._row_seen:
             leadership.ensure_row(self._db, name)
+            self._row_seen = True
+        if not self._lock_known:
             self._lock = self._db.leader_lock()
-            self._prepared = True
+            self._lock_known = True
         started = time.monotonic()
         if self._lock is not None and not (self._lock.held() or self._lock.acquire()):
             return
         ttl, lock_held = self._settings.leader_ttl_s, self._lock is not None
-        epoch = self._db.write(lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held))
+        above = self._surpass
+        epoch = self._db.write(
+            lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held, above=above)
+        )
         if epoch is not None:
             self._term = Term(self._db, name, epoch, began=time.monotonic())
             self._trust_from(started)
@@ -108,6 +129,9 @@ class Candidate:
         ttl = self._settings.leader_ttl_s
         self._db.write(lambda conn: leadership.renew(conn, term.lock_name, term.epoch, ttl))
         self._trust_from(started)
+        if self._surpass > term.epoch:
+            log.warning("a higher epoch was forgotten", extra={"epoch": term.epoch, "higher": self._surpass})
+            self.resign()
 
     def _trust_from(self, started: float) -> None:
         self._trusted_until = started + self._settings.leader_ttl_s - self._settings.leader_trust_margin_s

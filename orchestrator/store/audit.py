@@ -48,11 +48,12 @@ def record(conn: Connection, events: Sequence[Event]) -> None:
 def together(conn: Connection) -> Iterator[None]:
     """Write the events of everything inside as one statement, at the end, in the same transaction."""
     gathered: list[Event] = []
-    conn.info[_GATHERED] = gathered
+    info = conn.info  # a connection that breaks meanwhile would not give it out any more
+    info[_GATHERED] = gathered
     try:
         yield
     finally:
-        del conn.info[_GATHERED]
+        del info[_GATHERED]
     record(conn, gathered)
 
 

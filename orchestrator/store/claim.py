@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, select
+from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
 from orchestrator.leases import Denied, Granted, LeaseRequest
-from orchestrator.store import audit, leases, ownership
-from orchestrator.store.dialect import by_key, seconds_since
+from orchestrator.store import audit, leases, ownership, withdraw
+from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.schema import jobs
@@ -24,6 +24,8 @@ from orchestrator.store.settle import End, Outcome, record
 MAX_PATIENCE_S = 30.0
 #: First and longest pause of a job that is too large for every GPU there is.
 HOPELESS_S, MAX_HOPELESS_S = 60.0, 3600.0
+#: Why a job whose deadline passed is not claimed.
+EXPIRED = str(job_rules.ErrorKind.DEADLINE)
 #: Seconds until a job whose type this worker does not know is offered again.
 NO_HANDLER_S = 5.0
 
@@ -72,7 +74,11 @@ _OFFERED = Hot(
                 seconds_since(jobs.c.created_at),
             ).label("options"),
         )
-        .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_(_CLAIMABLE))
+        .where(
+            jobs.c.job_id.in_(ids),
+            jobs.c.queued.in_(_CLAIMABLE),
+            or_(jobs.c.expires_at.is_(None), jobs.c.expires_at > utc_now()),
+        )
         .with_for_update(),
         jobs,
     )
@@ -140,16 +146,18 @@ def claim_jobs(
 def _why_not(
     conn: Connection, by: Claimant, job_ids: Sequence[str], held: Collection[str]
 ) -> dict[str, Claim | NotClaimed]:
-    """Why these jobs are not free. Strays are handed back, which frees them: they get no answer here."""
+    """Why these jobs are not free. Strays are handed back; those that are free then get no answer here."""
     rows = ownership.lock(conn, job_ids)
     strays = [row for row in rows.values() if _is_stray(row, by, held)]
     if strays:
         _hand_back_strays(conn, by, strays)
-    freed = {row.job_id for row in strays}
+        rows = ownership.lock(conn, job_ids)  # a stray that was cancelled has ended, an overdue one waits to be ended
+    overdue = {job_id: row for job_id, row in rows.items() if row.status == Status.PENDING and row.overdue}
+    withdraw.expire(conn, list(overdue.values()))
+    freed = {row.job_id for row in strays if rows[row.job_id].status == Status.PENDING} - overdue.keys()
+    reasons = {job_id: f"already {row.status}" for job_id, row in rows.items()} | dict.fromkeys(overdue, EXPIRED)
     return {
-        job_id: NotClaimed(f"already {rows[job_id].status}")
-        if job_id in rows
-        else NotClaimed("unknown_job", exists=False)
+        job_id: NotClaimed(reasons[job_id]) if job_id in reasons else NotClaimed("unknown_job", exists=False)
         for job_id in job_ids
         if job_id not in freed
     }

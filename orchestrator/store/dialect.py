@@ -30,6 +30,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import mysql
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.pool import NullPool
@@ -103,6 +104,19 @@ def by_key(statement: Keyed, *tables: Table) -> Keyed:
     return statement
 
 
+def in_order(statement: Select[Any]) -> Select[Any]:
+    """Join the tables as they are written: the small one leads, and an index of the large one must not tempt.
+
+    The other database joins in this order by itself, having no statistics to be tempted by.
+    """
+    return statement.prefix_with("STRAIGHT_JOIN", dialect="mysql")
+
+
+def walking(statement: Select[Any], table: Table, index: str) -> Select[Any]:
+    """Read the table along an index, as far as the limit, rather than sort all of it."""
+    return statement.with_hint(table, f"FORCE INDEX ({index})", "mysql")
+
+
 class LeaderLock(Protocol):
     """A mutual-exclusion hint: quick to notice a dead holder, never the proof of leadership."""
 
@@ -150,9 +164,10 @@ def dialect_of(url: str) -> Dialect:
 class MariaDB:
     #: 1213 deadlock, 1205 lock wait, 1020 row changed since read (innodb_snapshot_isolation).
     CONTENTION = frozenset({1213, 1205, 1020})
+    READ_ONLY = frozenset({1290, 1792, 1836})
     #: Refused or broken connections, too many of them, shutting down, read-only after a failover; and contention
     #: that did not end.
-    AWAY = CONTENTION | {1040, 1053, 1203, 1290, 1792, 1836, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
+    AWAY = CONTENTION | READ_ONLY | {1040, 1053, 1203, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
     #: Seconds to wait for another instance that migrates.
     MIGRATION_WAIT_S = 600
     #: Seconds a migration waits for a row, or may think between two statements.
@@ -176,7 +191,14 @@ class MariaDB:
         # before its worker is declared dead, and nobody who waits for them misses a heartbeat too many.
         patience = max(1, int(settings.worker_timeout_s / 3))
         event.listen(engine, "connect", partial(self._prepare_session, patience_s=patience))
+        event.listen(engine, "handle_error", self._leave_the_demoted)
         return engine
+
+    def _leave_the_demoted(self, context: ExceptionContext) -> None:
+        """A server that became read-only was failed over: its name may lead to the new primary, its connections not."""
+        cause = context.original_exception
+        if cause.args and cause.args[0] in self.READ_ONLY:
+            context.is_disconnect = True
 
     def is_contention(self, error: DBAPIError) -> bool:
         return self._code(error) in self.CONTENTION
@@ -232,7 +254,10 @@ class SQLite:
         if not path or path == ":memory:":
             message = "database_url: SQLite needs a file, since several processes share it"
             raise ConfigError(message)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"database_url: {Path(path).parent}: {error.strerror}") from None
         engine = create_engine(
             settings.database_url,
             pool_size=settings.db_pool_size,

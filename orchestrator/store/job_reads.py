@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, and_, func, or_, select
 
-from orchestrator.errors import InvalidInput, JobNotFound, ResultNotFound
+from orchestrator.errors import JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
+from orchestrator.store import paging
 from orchestrator.store.dialect import seconds_since
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
-_HIDDEN = {"payload_hash", "lease_token", "rank"}
+_HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at"}
 _SHOWN = [column for column in jobs.c if column.name not in _HIDDEN]
 #: A page of jobs leaves out what may be a megabyte each.
 _LISTED = [column for column in _SHOWN if column.name != "payload"]
@@ -64,6 +62,14 @@ def status(conn: Connection, job_id: str) -> str:
     return found
 
 
+def redrives(conn: Connection, job_id: str) -> int:
+    """How often the job was started over. Raises JobNotFound."""
+    found: int | None = conn.execute(select(jobs.c.redrives).where(jobs.c.job_id == job_id)).scalar()
+    if found is None:
+        raise JobNotFound(job_id)
+    return found
+
+
 def terminal_among(conn: Connection, job_ids: list[str]) -> set[str]:
     """Which of these jobs have reached their end (or do not exist), in one question for all who wait."""
     rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
@@ -84,31 +90,20 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
         if value is not None
     ]
     if cursor is not None:
-        created_at, job_id = _decode(cursor)
+        created_at, job_id = paging.decode(cursor)
         same_moment = and_(jobs.c.created_at == created_at, jobs.c.job_id < job_id)
         conditions.append(or_(jobs.c.created_at < created_at, same_moment))
     query = select(*_LISTED).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.job_id.desc())
     rows = conn.execute(query.limit(limit + 1)).all()
-    following = _encode(rows[limit - 1]) if len(rows) > limit else None
+    following = paging.encode(rows[limit - 1].created_at, rows[limit - 1].job_id) if len(rows) > limit else None
     return [_readable(row._asdict()) for row in rows[:limit]], following
-
-
-def _encode(row: Any) -> str:
-    return base64.urlsafe_b64encode(f"{row.created_at.isoformat()} {row.job_id}".encode()).decode()
-
-
-def _decode(cursor: str) -> tuple[datetime, str]:
-    try:
-        created_at, job_id = base64.urlsafe_b64decode(cursor.encode()).decode().split(" ", 1)
-        return datetime.fromisoformat(created_at), job_id
-    except (ValueError, binascii.Error):
-        message = "cursor: not one that this server gave out; start again without it"
-        raise InvalidInput(message, "cursor") from None
 
 
 def _readable(record: dict[str, Any]) -> dict[str, Any]:
     record["tags"] = json.loads(record["tags"]) if record["tags"] else []
     record["pool_id"] = record.pop("lane")
+    asked, ended = record["cancel_requested_at"], record["finished_at"]
+    record["stop_seconds"] = (ended - asked).total_seconds() if record["status"] == Status.CANCELLED and asked else None
     return record
 
 

@@ -56,13 +56,16 @@ def ensure_row(db: Database, name: str) -> None:
         return  # another instance inserted it at the same moment
 
 
-def take(conn: Connection, name: str, holder: str, ttl_s: float, *, lock_held: bool) -> int | None:
-    """Begin a term: epoch + 1. Without the lock's word, only when the last term is over. None when not taken."""
+def take(conn: Connection, name: str, holder: str, ttl_s: float, *, lock_held: bool, above: int = 0) -> int | None:
+    """Begin a term: epoch + 1, and higher than `above`. Without the lock's word, only when the last term is over.
+
+    None when not taken.
+    """
     over = or_(leadership.c.expires_at.is_(None), leadership.c.expires_at <= utc_now()).label("over")
     row = conn.execute(select(leadership, over).where(leadership.c.name == name).with_for_update()).one()
     if not lock_held and not row.over:
         return None
-    epoch = int(row.epoch) + 1
+    epoch = max(int(row.epoch), above) + 1
     conn.execute(
         update(leadership)
         .where(leadership.c.name == name, leadership.c.epoch == row.epoch)

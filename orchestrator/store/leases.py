@@ -316,6 +316,17 @@ def forget(conn: Connection, keep_s: float, limit: int = 500) -> int:
     return len(keys)
 
 
+def forget_jobs(conn: Connection, job_ids: Sequence[str]) -> set[str]:
+    """Delete the leases of these jobs that are over; the jobs that hold one still."""
+    rows = conn.execute(
+        select(leases.c.token, leases.c.job_id, leases.c.state).where(leases.c.job_id.in_(job_ids))
+    ).all()
+    over = [row.token for row in rows if row.state != "active"]
+    conn.execute(delete(lease_gpus).where(lease_gpus.c.token.in_(over)))
+    conn.execute(delete(leases).where(leases.c.token.in_(over)))
+    return {row.job_id for row in rows if row.state == "active"}
+
+
 def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:
     query = select(leases.c.agent_name, leases.c.state, leases.c.expires_at).where(leases.c.token == key)
     row = conn.execute(query.with_for_update() if lock else query).one_or_none()

@@ -27,7 +27,7 @@ from sqlalchemy import (
 )
 
 from orchestrator import jobs as job_rules
-from orchestrator.jobs import Arrow, Queued
+from orchestrator.jobs import OWNED, Arrow, Queued
 from orchestrator.leases import JOB_LEASE
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
@@ -54,6 +54,8 @@ def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
         | {column: bindparam(f"set_{column}") for column in columns}
         | _CONSEQUENCES.get(arrow, {})
     )
+    # After a cancel no attempt may report anything but that it has stopped.
+    wanted = [jobs.c.cancel_requested_at.is_(None)] if arrow.source == OWNED and arrow is not job_rules.STOP else []
     return Hot(
         lambda ids: (
             by_key(update(jobs))
@@ -61,6 +63,7 @@ def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
                 jobs.c.job_id.in_(ids),
                 jobs.c.status.in_(sources),
                 jobs.c.attempt == bindparam("owned_attempt"),
+                *wanted,
             )
             .values(values)
         )
@@ -78,6 +81,7 @@ _UNOWNED = {
 _ENDED = {
     "finished_at": utc_now(),
     "lease_token": None,
+    "expires_at": None,
     # Its start may never have been written by itself: then it ended within moments of the claim.
     "started_at": func.coalesce(jobs.c.started_at, jobs.c.claimed_at),
 }
@@ -86,6 +90,7 @@ _DUE = {
     "queued": case((_LATER, Queued.DELAYED), else_=Queued.READY),
     "not_before": case((_LATER, utc_shift(bindparam("delay_s", type_=Float))), else_=None),
 }
+_WITHDRAWN = {"queued": None, "not_before": None, "expires_at": None, "finished_at": utc_now()}
 _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.CLAIM: {
         "attempt": jobs.c.attempt + 1,
@@ -110,7 +115,23 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.BURY: _ENDED,
     job_rules.RETRY: _UNOWNED | _DUE,
     job_rules.HAND_BACK: _UNOWNED | {"attempts": jobs.c.attempts - 1, "queued": Queued.READY},
+    job_rules.STOP: _ENDED,
     job_rules.DEFER: {"published_at": None} | _DUE,
+    job_rules.CANCEL: _WITHDRAWN | {"cancel_requested_at": utc_now()},
+    job_rules.EXPIRE: _WITHDRAWN,
+    # The fencing attempt goes on counting; what is charged begins anew. The deadline is the operator's now.
+    job_rules.REDRIVE: _UNOWNED
+    | _DUE
+    | {
+        "attempts": 0,
+        "crashes": 0,
+        "redrives": jobs.c.redrives + 1,
+        "claimed_at": None,
+        "started_at": None,
+        "finished_at": None,
+        "cancel_requested_at": None,
+        "wait_reason": None,
+    },
 }
 
 

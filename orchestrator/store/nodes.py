@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Table, bindparam, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerLost
 from orchestrator.gpu import Gpu
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
-from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
 from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, nodes, workers
 
 
@@ -60,6 +60,8 @@ class Beat:
     failed: int
     draining: bool
     progress: tuple[tuple[str, int, float, str], ...] = ()
+    #: Jobs in hand.
+    held: tuple[str, ...] = ()
 
 
 def heartbeat(conn: Connection, worker: Worker, beat: Beat, sample: Sequence[Gpu], gate_pct: int) -> None:
@@ -181,13 +183,31 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
     return [_worker(row) for row in silent]
 
 
-def lost_with_jobs(conn: Connection, limit: int) -> list[Worker]:
-    """Lost or stopped workers that still own jobs, e.g. because a leader died half-way through giving them away."""
-    owning = select(jobs.c.worker_id).where(jobs.c.status.in_(sorted(OWNED))).distinct()
+class DeadOwner(NamedTuple):
+    """Somebody who owns jobs and will not finish them. The id is None for jobs whose owner nobody wrote down."""
+
+    worker_id: str | None
+    node_id: str
+    pool_id: str
+    #: Seconds since its last heartbeat.
+    silent_s: float
+
+
+def dead_owners(conn: Connection, limit: int) -> list[DeadOwner]:
+    """Lost and stopped workers that own jobs, and owners of whom there is no row at all."""
+    owned = select(jobs.c.worker_id).where(jobs.c.status.in_(sorted(OWNED))).distinct().subquery()
     rows = conn.execute(
-        select(workers).where(workers.c.status.in_(("lost", "stopped")), workers.c.worker_id.in_(owning)).limit(limit)
+        select(
+            owned.c.worker_id,
+            func.coalesce(workers.c.node_id, ""),
+            func.coalesce(workers.c.pool_id, ""),
+            func.coalesce(seconds_since(workers.c.last_heartbeat), 0.0),
+        )
+        .select_from(owned.outerjoin(workers, workers.c.worker_id == owned.c.worker_id))
+        .where(or_(workers.c.worker_id.is_(None), workers.c.status.not_in(LIVE_WORKERS)))
+        .limit(limit)
     )
-    return [_worker(row) for row in rows]
+    return [DeadOwner(worker_id, node, pool, float(silent)) for worker_id, node, pool, silent in rows]
 
 
 def alive_ids(conn: Connection, worker_ids: Sequence[str]) -> set[str]:

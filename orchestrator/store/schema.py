@@ -5,6 +5,7 @@
 | orchestrator_jobs | a job, its place in the queue and its current attempt | submit, publisher, workers, leader |
 | lanes | a lane that has ever had a job, so that nobody needs to search the backlog for lanes | submit |
 | orchestrator_results | what a finished job returned | workers |
+| dead_letters | a job that is given up, until it is redriven or purged | workers, leader, operators |
 | orchestrator_leases, lease_gpus | a reservation of GPU memory, and its share on each GPU | claim, API, leader |
 | nodes, gpus, workers | what is alive, and what it has | supervisors |
 | worker_pools | a pool's desired state | nobody yet: pools follow |
@@ -79,6 +80,8 @@ jobs = Table(
     Column("expected_duration_sec", Float),
     Column("max_runtime_sec", Float),
     Column("max_attempts", Integer, nullable=False),
+    Column("retry_base_sec", Float),
+    Column("retry_cap_sec", Float),
     Column("deadline_at", UtcDateTime),
     *_json("tags", "jobs"),
     Column("trace_context", String(128)),
@@ -86,9 +89,12 @@ jobs = Table(
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("crashes", Integer, nullable=False, server_default="0"),
+    Column("redrives", Integer, nullable=False, server_default="0"),
     # `queued` says where a pending job waits: delayed (until not_before) → ready → announced. NULL: not pending.
     Column("queued", String(10), server_default="ready"),
     Column("not_before", UtcDateTime),
+    # The deadline, until the job ends: after that it must not be found by those who look for overdue jobs.
+    Column("expires_at", UtcDateTime),
     Column("wait_reason", String(255)),
     Column("published_at", UtcDateTime),
     Column("worker_id", String(128)),
@@ -111,6 +117,7 @@ jobs = Table(
     Index("ix_jobs_queue", "lane", "queued", "rank"),
     # Delayed jobs that become due; NULL for all others.
     Index("ix_jobs_due", "not_before"),
+    Index("ix_jobs_expiry", "expires_at"),
     # Keyset pages.
     Index("ix_jobs_created", "created_at"),
     Index("ix_jobs_agent", "agent", "created_at"),
@@ -134,6 +141,21 @@ results = Table(
     Column("result", LongText, nullable=False),
     Column("run_seconds", Float, nullable=False),
     _created(),
+    **TABLE_OPTIONS,
+)
+
+dead_letters = Table(
+    "dead_letters",
+    metadata,
+    Column("job_id", String(128), primary_key=True),
+    Column("reason", String(32), nullable=False),
+    Column("attempts", Integer, nullable=False),
+    # The entry that brought the job last, and the one that tells of its end: NULL until the leader has written it.
+    Column("origin_id", String(64), nullable=False, server_default=""),
+    Column("entry_id", String(64)),
+    _created("buried_at"),
+    Index("ix_dead_letters_time", "buried_at", "job_id"),
+    Index("ix_dead_letters_entry", "entry_id"),
     **TABLE_OPTIONS,
 )
 

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
-from orchestrator.store import audit, leases, ownership
+from orchestrator.store import audit, dead_letters, leases, ownership
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.schema import jobs, results
@@ -33,6 +33,7 @@ class Outcome(Enum):
     DONE = "done"
     SKIPPED = "skipped"
     FAILED = "failed"
+    CANCELLED = "cancelled"
     HANDED_BACK = "handed_back"
 
 
@@ -48,6 +49,8 @@ class End(NamedTuple):
     error: str | None = None
     retry_after_s: float | None = None
     lease_key: str | None = None
+    #: The entry that brought the job; a dead letter names it.
+    origin_id: str = ""
 
 
 class Settled(NamedTuple):
@@ -60,7 +63,7 @@ class Settled(NamedTuple):
 
 
 class NotAllOwned(Exception):
-    """Some of these attempts lost their jobs; the caller rolls back and uses `record`."""
+    """Some of these attempts lost their jobs or were cancelled; the caller rolls back and uses `record`."""
 
 
 def all_done(ends: Sequence[End]) -> bool:
@@ -98,6 +101,8 @@ def record(
             settled.append(Settled(end, first, row.attempts))  # our own commit, whose answer was lost
         elif row is None or not _owns(rows, end, job_rules.OWNED):
             settled.append(Settled(end, None))
+        elif row.cancelled_s is not None:
+            settled.append(Settled(end, _stop(conn, by, row, end, events), row.attempts))
         elif end.outcome is Outcome.DONE:
             finished.append(end)
             settled.append(Settled(end, job_rules.FINISH))
@@ -118,11 +123,14 @@ _ENDED_BY = {
     (Outcome.SKIPPED, Status.SKIPPED): job_rules.SKIP,
     (Outcome.FAILED, Status.FAILED): job_rules.FAIL,
     (Outcome.FAILED, Status.DEAD_LETTER): job_rules.BURY,
+    (Outcome.CANCELLED, Status.DEAD_LETTER): job_rules.BURY,
 }
 
 
 def _already(row: Row[Any], end: End) -> Arrow | None:
     """The arrow that this very end took before; the kind of error tells a worker's end from the leader's."""
+    if row.attempt == end.attempt and row.status == Status.CANCELLED:
+        return job_rules.STOP
     if row.attempt != end.attempt or (end.outcome is Outcome.FAILED and row.error_kind != end.error_kind):
         return None
     return _ENDED_BY.get((end.outcome, row.status))
@@ -151,6 +159,14 @@ def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.E
     return [job_event(job_rules.FINISH, end.job_id, end.attempt, by, None) for end in ends]
 
 
+def _stop(conn: Connection, by: Claimant, row: Row[Any], end: End, events: list[audit.Event]) -> Arrow:
+    """Cancelled while it ran: however the attempt ended, its process is gone now, and nothing else counts."""
+    move(conn, job_rules.STOP, row.attempt, [row.job_id])
+    details = {"stop_seconds": round(float(row.cancelled_s), 3), "ended_as": end.outcome.value}
+    events.append(job_event(job_rules.STOP, row.job_id, row.attempt, by, details))
+    return job_rules.STOP
+
+
 def _end_otherwise(
     conn: Connection, by: Claimant, row: Row[Any], end: End, policy: RetryPolicy, events: list[audit.Event]
 ) -> Arrow:
@@ -168,13 +184,15 @@ def _end_otherwise(
             attempts=row.attempts,
             max_attempts=row.max_attempts,
             crashes=crashes,
-            policy=policy,
+            policy=policy.for_job(row.type, row.retry_base_sec, row.retry_cap_sec),
             retry_after_s=end.retry_after_s,
         )
         arrow = step.arrow
         if arrow is job_rules.RETRY:
             values["delay_s"] = step.delay_s
     move(conn, arrow, row.attempt, [row.job_id], **values)
+    if arrow is job_rules.BURY:
+        dead_letters.add(conn, row.job_id, str(end.error_kind), row.attempts, end.origin_id)
     details = {"error": error[:500], "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}
     events.append(job_event(arrow, row.job_id, row.attempt, by, details))
     return arrow
@@ -188,10 +206,10 @@ def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit:
     """
     owned = conn.execute(
         select(jobs.c.job_id, jobs.c.attempt)
-        .where(jobs.c.worker_id == dead.worker_id, jobs.c.status.in_(sorted(job_rules.OWNED)))
+        .where(jobs.c.worker_id == (dead.worker_id or None), jobs.c.status.in_(sorted(job_rules.OWNED)))
         .limit(limit)
     ).all()
-    reason = f"worker {dead.worker_id} stopped sending heartbeats"
+    reason = f"worker {dead.worker_id or 'unknown'} stopped sending heartbeats"
     ends = [
         End(row.job_id, row.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason) for row in owned
     ]

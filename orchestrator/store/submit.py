@@ -12,7 +12,7 @@ from sqlalchemy import Connection, select
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import DatabaseUnavailable
-from orchestrator.jobs import NewJob, Queued
+from orchestrator.jobs import NewJob, Queued, RetryPolicy
 from orchestrator.ranking import rank
 from orchestrator.store import audit
 from orchestrator.store.database import Database
@@ -32,9 +32,7 @@ class Verdict(Enum):
     CONFLICT = "conflict"
 
 
-def submit_jobs(
-    db: Database, batch: Sequence[NewJob], default_max_attempts: int, actor: str | None = None
-) -> list[Verdict]:
+def submit_jobs(db: Database, batch: Sequence[NewJob], policy: RetryPolicy, actor: str | None = None) -> list[Verdict]:
     """Store new jobs in one transaction; a verdict for each, in order.
 
     A job_id that another process inserts at the same moment breaks the statement, not the promise: the batch
@@ -44,14 +42,14 @@ def submit_jobs(
     lookup = [job.job_id for job in batch if not job.generated_id]
     for _ in range(MAX_RUNS):
         try:
-            return db.write(lambda conn: _submit(conn, batch, lookup, default_max_attempts, actor))  # noqa: B023 - runs at once
+            return db.write(lambda conn: _submit(conn, batch, lookup, policy, actor))  # noqa: B023 - runs at once
         except IntegrityError:
             lookup = [job.job_id for job in batch]
     raise DatabaseUnavailable(f"submit met ids that others inserted at the same moment, {MAX_RUNS} times in a row")
 
 
 def _submit(
-    conn: Connection, batch: Sequence[NewJob], lookup: list[str], default_max_attempts: int, actor: str | None
+    conn: Connection, batch: Sequence[NewJob], lookup: list[str], policy: RetryPolicy, actor: str | None
 ) -> list[Verdict]:
     known = _known_hashes(conn, lookup)
     verdicts, fresh = [], []
@@ -63,7 +61,7 @@ def _submit(
         else:
             verdicts.append(Verdict.EXISTS if known[job.job_id] == job.content_hash else Verdict.CONFLICT)
     if fresh:
-        _insert_jobs(conn, fresh, default_max_attempts, actor)
+        _insert_jobs(conn, fresh, policy, actor)
     return verdicts
 
 
@@ -74,9 +72,9 @@ def _known_hashes(conn: Connection, job_ids: list[str]) -> dict[str, str]:
     return {row.job_id: row.payload_hash for row in rows}
 
 
-def _insert_jobs(conn: Connection, fresh: list[NewJob], default_max_attempts: int, actor: str | None) -> None:
+def _insert_jobs(conn: Connection, fresh: list[NewJob], policy: RetryPolicy, actor: str | None) -> None:
     now = conn.execute(select(utc_now())).scalar_one()
-    rows = [_job_row(job, now, position, default_max_attempts) for position, job in enumerate(fresh)]
+    rows = [_job_row(job, now, position, policy) for position, job in enumerate(fresh)]
     _remember_lanes(conn, {row["lane"] for row in rows})
     # In key order: two batches that share ids then wait for each other instead of deadlocking.
     insert_rows(conn, jobs, sorted(rows, key=lambda row: str(row["job_id"])), _JOB_DEFAULTS, bulky="payload")
@@ -93,7 +91,7 @@ def _insert_jobs(conn: Connection, fresh: list[NewJob], default_max_attempts: in
 _JOB_DEFAULTS = {"priority": 0, "gpu_count": 1, "cpu_fallback": False, "queued": Queued.READY}
 
 
-def _job_row(job: NewJob, now: datetime, position: int, default_max_attempts: int) -> dict[str, Any]:
+def _job_row(job: NewJob, now: datetime, position: int, policy: RetryPolicy) -> dict[str, Any]:
     spec = job.spec
     later = job.not_before is not None and job.not_before > now
     return {
@@ -111,7 +109,11 @@ def _job_row(job: NewJob, now: datetime, position: int, default_max_attempts: in
         "cpu_fallback": spec.cpu_fallback,
         "expected_duration_sec": spec.expected_duration_sec,
         "max_runtime_sec": spec.max_runtime_sec,
-        "max_attempts": spec.max_attempts or default_max_attempts,
+        "max_attempts": spec.max_attempts or policy.for_job(spec.type).max_attempts,
+        "retry_base_sec": spec.retry_base_sec,
+        "retry_cap_sec": spec.retry_cap_sec,
+        "deadline_at": job.deadline,
+        "expires_at": job.deadline,
         "tags": json.dumps(spec.tags) if spec.tags else None,
         "trace_context": job.trace_context,
         "queued": Queued.DELAYED if later else Queued.READY,

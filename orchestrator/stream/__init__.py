@@ -8,6 +8,7 @@ rebuilt from the database.
 | `inference_jobs` | stream | window of the default lane; fields `job_id`, `type`, `trace` | publisher |
 | `inference_jobs:POOL` | stream | window of a pool's own lane | publisher |
 | `{STREAM}:epoch` | string | highest leader epoch that touched the lane; older ones are refused | leader |
+| `{STREAM}:aside:TIME` | any | what stood in place of a lane and was no stream; kept for its owner | publisher |
 | `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | workers, leader |
 
 Groups: `cg:inference` on the default lane, `cg:inference:POOL` on a pool's. A consumer is a worker's id, which is

@@ -32,10 +32,13 @@ def connect(settings: Settings) -> redis.Redis:
 
 
 @contextmanager
-def named_errors(settings: Settings) -> Iterator[None]:
+def named_errors(settings: Settings, client: redis.Redis) -> Iterator[None]:
     """Turn what redis raises into RedisUnavailable, so that callers need not know the library."""
     try:
         yield
     except redis.RedisError as error:
+        if isinstance(error, redis.exceptions.ReadOnlyError):
+            # The primary was demoted. Its name may lead to the new one by now; these connections never will.
+            client.connection_pool.disconnect(inuse_connections=False)
         message = f"{safe_url(settings.redis_url)}: {error}"
         raise RedisUnavailable(message) from error

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 import redis
 
+from orchestrator.dead_letters import DeadLetter
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
+from orchestrator.stream.doorbell import Doorbell
 from orchestrator.stream.lane import Lane, LaneReader
 
 #: Dead letters kept in the stream; the rows keep them all.
 DLQ_LENGTH = 100_000
-
-
-@dataclass(frozen=True)
-class DeadLetter:
-    job_id: str
-    origin_id: str
-    attempts: int
-    last_error: str
-    reason: str
 
 
 class Hub:
@@ -43,11 +36,19 @@ class Hub:
     def reader(self, lane: Lane, consumer: str) -> LaneReader:
         return LaneReader(connect(self._settings), self._settings, lane, consumer)
 
-    def bury(self, letters: Sequence[DeadLetter]) -> None:
-        """Tell whoever watches the dead-letter stream."""
+    def ring(self, what: str) -> None:
+        """Make every worker look into the database now."""
+        Doorbell(self._client, self._settings).ring(what)
+
+    def doorbell(self) -> Doorbell:
+        """For one who listens, on a connection of its own: listening blocks."""
+        return Doorbell(connect(self._settings), self._settings)
+
+    def bury(self, letters: Sequence[DeadLetter]) -> list[str]:
+        """Tell whoever watches the dead-letter stream; the id of each letter's entry."""
         if not letters:
-            return
-        with named_errors(self._settings), self._client.pipeline(transaction=False) as pipe:
+            return []
+        with named_errors(self._settings, self._client), self._client.pipeline(transaction=False) as pipe:
             for letter in letters:
                 fields = {
                     "job_id": letter.job_id,
@@ -57,20 +58,30 @@ class Hub:
                     "reason": letter.reason,
                 }
                 pipe.xadd(f"{self._settings.stream_prefix}dlq", fields, maxlen=DLQ_LENGTH, approximate=True)  # type: ignore[arg-type]  # redis wants an invariant dict
-            pipe.execute()
+            return [entry_id.decode() for entry_id in pipe.execute()]
+
+    def unbury(self, entry_ids: Sequence[str]) -> None:
+        """Take letters back whose jobs live again or are forgotten."""
+        if entry_ids:
+            with named_errors(self._settings, self._client):
+                self._client.xdel(f"{self._settings.stream_prefix}dlq", *entry_ids)
 
     def dlq_depth(self) -> int:
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             return int(self._client.xlen(f"{self._settings.stream_prefix}dlq"))
 
     def ping(self) -> None:
-        """Raises RedisUnavailable when the server does not answer."""
-        with named_errors(self._settings):
+        """Raises RedisUnavailable when the server does not answer, or would refuse what we write."""
+        with named_errors(self._settings, self._client):
             self._client.ping()
+            with suppress(redis.exceptions.NoPermissionError):
+                # No byte into a key that does not exist: nothing happens, save that a replica, a full server and one
+                # that cannot save refuse it as they would refuse an entry.
+                self._client.setrange(f"{self._settings.stream_prefix}writable", 0, "")
 
     def warnings(self) -> list[str]:
         """What about the server endangers delivery: evicted streams are only rebuilt after a delay."""
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             try:
                 policy = str(self._client.config_get("maxmemory-policy").get("maxmemory-policy", "unknown"))
             except redis.ResponseError as forbidden:  # managed servers keep CONFIG to themselves

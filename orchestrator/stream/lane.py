@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 
@@ -14,8 +16,15 @@ from orchestrator.jobs import DEFAULT_LANE, NAME, Ready
 from orchestrator.settings import Settings
 from orchestrator.stream.client import named_errors
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 MAX_JOB_ID = 128
 _JOB_ID = re.compile(NAME.strip("^$").encode())
+
+#: What Redis says about a key that is no stream, and about one whose last id is the last there can be.
+_BEYOND_USE = ("WRONGTYPE", "exhausted the last possible ID")
 
 #: Name under which the leader holds entries while it decides what becomes of them.
 LEADER = "leader"
@@ -31,10 +40,27 @@ for i = 1, #ARGV, 3 do
 end
 """
 
-# KEYS: stream, epoch key. ARGV: epoch, group, entry ids…
+# KEYS: stream, key under which to keep what is no stream. Looks again first: another may have mended it meanwhile.
+_START_OVER = """
+local kind = redis.call('TYPE', KEYS[1])['ok']
+if kind == 'stream' then
+  local info = redis.call('XINFO', 'STREAM', KEYS[1])
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' and info[i + 1] == '18446744073709551615-18446744073709551615' then
+      redis.call('DEL', KEYS[1])
+    end
+  end
+elseif kind ~= 'none' then
+  redis.call('RENAME', KEYS[1], KEYS[2])
+end
+return kind
+"""
+
+# KEYS: stream, epoch key. ARGV: epoch, group, entry ids… An epoch nobody of ours can have written counts as none.
 _FENCED_ACK = """
-local newest = tonumber(redis.call('GET', KEYS[2]) or '0')
-if newest > tonumber(ARGV[1]) then return redis.error_reply('STALEEPOCH') end
+local known = redis.pcall('GET', KEYS[2])
+local newest = type(known) == 'string' and string.match(known, '^%d+$') and #known <= 15 and tonumber(known) or 0
+if newest > tonumber(ARGV[1]) then return redis.error_reply('STALEEPOCH ' .. known) end
 redis.call('SET', KEYS[2], ARGV[1])
 local done = 0
 for i = 3, #ARGV do
@@ -69,6 +95,16 @@ class Idle:
     deleted: tuple[str, ...]
 
 
+class Survey(NamedTuple):
+    """Jobs with an entry that somebody has or will get, and entries that nobody has and nobody will get.
+
+    The latter: the group was set past them, or their consumer was deleted.
+    """
+
+    coming: set[str]
+    skipped: list[str]
+
+
 class Lane:
     """Operations on one lane. Raises RedisUnavailable when Redis does not answer."""
 
@@ -82,12 +118,13 @@ class Lane:
         self._client = client
         self._settings = settings
         self._announce = client.register_script(_ANNOUNCE)
+        self._start_over = client.register_script(_START_OVER)
         self._fenced_ack = client.register_script(_FENCED_ACK)
         self._forget = client.register_script(_FORGET_CONSUMER)
 
     def ensure_group(self) -> None:
         """Create the group at 0: at `$` it would never see what was announced before it existed."""
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             try:
                 self._client.xgroup_create(self.key, self.group, id="0", mkstream=True)
             except redis.ResponseError as error:
@@ -97,17 +134,19 @@ class Lane:
     def announce(self, jobs: Sequence[Ready]) -> None:
         """Add an entry for each job. It names the job; what to do stands in the row."""
         fields = [field for job in jobs for field in (job.job_id, job.type, job.trace_context or "")]
-        with named_errors(self._settings):
-            self._announce(keys=[self.key], args=fields)
+        self._mended(lambda: self._announce(keys=[self.key], args=fields))
 
     def length(self) -> int:
         """Entries that are announced or being worked on."""
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             return int(self._client.xlen(self.key))
 
     def unread(self) -> int:
         """Entries that nobody has read yet."""
-        with named_errors(self._settings), self._client.pipeline(transaction=False) as pipe:
+        return self._mended(self._unread)
+
+    def _unread(self) -> int:
+        with self._client.pipeline(transaction=False) as pipe:
             pipe.xlen(self.key)
             pipe.xpending(self.key, self.group)
             length, pending = pipe.execute(raise_on_error=False)
@@ -116,17 +155,30 @@ class Lane:
             # Without a group nothing has been read.
             return int(length) - (0 if isinstance(pending, redis.ResponseError) else int(pending["pending"]))
 
-    def job_ids(self, limit: int) -> set[str]:
-        """Jobs that have an entry, delivered or not."""
-        with named_errors(self._settings):
-            rows: Any = self._client.xrange(self.key, count=limit)
-        return {entry.job_id for entry in _entries(rows) if entry.job_id}
+    def survey(self, limit: int) -> Survey:
+        """What became of the oldest entries."""
+        with named_errors(self._settings, self._client), self._client.pipeline(transaction=True) as pipe:
+            pipe.xrange(self.key, count=limit)
+            pipe.xinfo_groups(self.key)
+            pipe.xpending_range(self.key, self.group, min="-", max="+", count=limit)
+            rows, groups, pending = pipe.execute(raise_on_error=False)
+            if isinstance(rows, redis.RedisError):
+                raise rows
+        entries = _entries(rows)
+        if isinstance(groups, redis.ResponseError) or isinstance(pending, redis.ResponseError):
+            skipped = set()  # no stream or no group: it is created at 0, before all of them
+        else:
+            held = {_text(row["message_id"]) for row in pending}
+            passed = max(_order(row["last-delivered-id"]) for row in groups if _text(row["name"]) == self.group)
+            skipped = {e.entry_id for e in entries if _order(e.entry_id) <= passed and e.entry_id not in held}
+        coming = {entry.job_id for entry in entries if entry.job_id and entry.entry_id not in skipped}
+        return Survey(coming, sorted(skipped))
 
     def ack(self, entry_ids: Sequence[str]) -> None:
         """Acknowledge and delete: acknowledging alone would keep the entry for ever."""
         if not entry_ids:
             return
-        with named_errors(self._settings), self._client.pipeline(transaction=True) as pipe:
+        with named_errors(self._settings, self._client), self._client.pipeline(transaction=True) as pipe:
             pipe.xack(self.key, self.group, *entry_ids)
             pipe.xdel(self.key, *entry_ids)
             pipe.execute()
@@ -135,17 +187,17 @@ class Lane:
         """The same on behalf of dead workers. Raises StaleEpoch when a newer leader has been here."""
         if not entry_ids:
             return
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             try:
                 self._fenced_ack(keys=[self.key, self._epoch_key], args=[epoch, self.group, *entry_ids])
             except redis.ResponseError as error:
                 if "STALEEPOCH" in str(error):
-                    raise StaleEpoch(epoch) from None
+                    raise StaleEpoch(epoch, newest=int(str(error).split()[-1])) from None
                 raise
 
     def take_idle(self, cursor: str, idle_ms: int, count: int) -> Idle:
         """Take over entries nobody touched for `idle_ms`, from `cursor` on; the walk ends at cursor 0-0."""
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             try:
                 following, rows, deleted = self._client.xautoclaim(
                     self.key, self.group, LEADER, min_idle_time=idle_ms, start_id=cursor, count=count
@@ -158,7 +210,7 @@ class Lane:
 
     def idle_consumers(self, idle_ms: int) -> list[str]:
         """Consumers without pending entries that have not been heard of for `idle_ms`."""
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             try:
                 rows = self._client.xinfo_consumers(self.key, self.group)
             except redis.ResponseError as error:
@@ -169,8 +221,24 @@ class Lane:
 
     def forget_consumer(self, consumer: str) -> bool:
         """Remove a consumer, unless entries are pending for it."""
-        with named_errors(self._settings):
+        with named_errors(self._settings, self._client):
             return bool(self._forget(keys=[self.key], args=[self.group, consumer]))
+
+    def _mended(self, work: Callable[[], T]) -> T:
+        """Do it; when the key can serve no more, whoever did that to it, start the lane over and do it once more.
+
+        What waited in it is announced again by `repair`, as after a FLUSHALL.
+        """
+        with named_errors(self._settings, self._client):
+            try:
+                return work()
+            except redis.ResponseError as error:
+                if not any(sign in str(error) for sign in _BEYOND_USE):
+                    raise
+                aside = f"{{{self.key}}}:aside:{time.time_ns()}"
+                kind = _text(self._start_over(keys=[self.key, aside]))
+                log.warning("lane started over", extra={"lane": self.name, "was": kind, "error": str(error)})
+                return work()
 
 
 class LaneReader:
@@ -192,7 +260,7 @@ class LaneReader:
     def read(self, count: int, block_ms: int) -> list[Entry]:
         """Up to `count` entries; waits at most `block_ms` for the first. Entries may come twice after a fault."""
         try:
-            with named_errors(self._settings):
+            with named_errors(self._settings, self._client):
                 return self._read(count, block_ms)
         except Exception:
             self._look_back = True
@@ -231,6 +299,11 @@ def _job_id(fields: dict[bytes, bytes] | None) -> str | None:
     """The job an entry names; None for anything that cannot be the id of a job, whoever wrote it."""
     raw = (fields or {}).get(b"job_id", b"")
     return raw.decode() if len(raw) <= MAX_JOB_ID and _JOB_ID.fullmatch(raw) else None
+
+
+def _order(entry_id: bytes | str) -> tuple[int, int]:
+    moment, _, place = _text(entry_id).partition("-")
+    return int(moment), int(place)
 
 
 def _text(value: bytes | str) -> str:

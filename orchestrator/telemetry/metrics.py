@@ -36,6 +36,18 @@ _lease_decisions = Counter(
     ["decision", "reason"],
     namespace=_PREFIX,
 )
+_reclaims = Counter(
+    "reclaims_total", "Jobs taken back from lost workers by this instance.", ["outcome"], namespace=_PREFIX
+)
+_retries = Counter(
+    "retries_total", "Jobs that this instance sent back to wait for another attempt.", ["reason"], namespace=_PREFIX
+)
+_recovery = Histogram(
+    "recovery_seconds",
+    "From a worker's last heartbeat until this leader gave its jobs away.",
+    namespace=_PREFIX,
+    buckets=(1, 2, 5, 10, 11, 12, 13, 14, 15, 20, 30, 60, 120),
+)
 _build = Info("build", "The version that runs.", namespace=_PREFIX)
 _build.info({"version": __version__})
 
@@ -64,6 +76,18 @@ def submitted(job_type: str) -> None:
 
 def lease_decided(decision: str, reason: str) -> None:
     _lease_decisions.labels(decision, reason).inc()
+
+
+def reclaimed(outcome: str) -> None:
+    _reclaims.labels(outcome).inc()
+
+
+def recovered(silent_s: float) -> None:
+    _recovery.observe(silent_s)
+
+
+def retried(reason: str, count: int = 1) -> None:
+    _retries.labels(reason).inc(count)
 
 
 def _bounded(job_type: str) -> str:
@@ -100,7 +124,7 @@ CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
         "Age of the oldest last heartbeat among a pool's live workers.",
         ("pool_id",),
     ),
-    "dlq_depth": ("Entries in the dead-letter stream.", ()),
+    "dlq_depth": ("Jobs that were given up and neither redriven nor purged yet.", ()),
     "leader_epoch": ("Epoch of the current or last term.", ()),
 }
 
@@ -139,5 +163,8 @@ __all__ = [
     "exposition",
     "leading",
     "lease_decided",
+    "reclaimed",
+    "recovered",
+    "retried",
     "submitted",
 ]

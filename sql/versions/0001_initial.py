@@ -38,6 +38,22 @@ def upgrade() -> None:
         if_not_exists=True,
     )
     op.create_table(
+        "dead_letters",
+        sa.Column("job_id", sa.String(length=128), nullable=False),
+        sa.Column("reason", sa.String(length=32), nullable=False),
+        sa.Column("attempts", sa.Integer(), nullable=False),
+        sa.Column("origin_id", sa.String(length=64), server_default="", nullable=False),
+        sa.Column("entry_id", sa.String(length=64), nullable=True),
+        sa.Column("buried_at", UTC_DATETIME, server_default=utc_now(), nullable=False),
+        sa.PrimaryKeyConstraint("job_id"),
+        mysql_charset="utf8mb4",
+        mysql_collate="utf8mb4_bin",
+        mysql_engine="InnoDB",
+        if_not_exists=True,
+    )
+    op.create_index("ix_dead_letters_entry", "dead_letters", ["entry_id"], unique=False, if_not_exists=True)
+    op.create_index("ix_dead_letters_time", "dead_letters", ["buried_at", "job_id"], unique=False, if_not_exists=True)
+    op.create_table(
         "gpus",
         sa.Column("gpu_uuid", sa.String(length=64), nullable=False),
         sa.Column("node_id", sa.String(length=128), nullable=False),
@@ -146,14 +162,18 @@ def upgrade() -> None:
         sa.Column("expected_duration_sec", sa.Float(), nullable=True),
         sa.Column("max_runtime_sec", sa.Float(), nullable=True),
         sa.Column("max_attempts", sa.Integer(), nullable=False),
+        sa.Column("retry_base_sec", sa.Float(), nullable=True),
+        sa.Column("retry_cap_sec", sa.Float(), nullable=True),
         sa.Column("deadline_at", UTC_DATETIME, nullable=True),
         sa.Column("tags", LONG_TEXT, nullable=True),
         sa.Column("trace_context", sa.String(length=128), nullable=True),
         sa.Column("attempt", sa.Integer(), server_default="0", nullable=False),
         sa.Column("attempts", sa.Integer(), server_default="0", nullable=False),
         sa.Column("crashes", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("redrives", sa.Integer(), server_default="0", nullable=False),
         sa.Column("queued", sa.String(length=10), server_default="ready", nullable=True),
         sa.Column("not_before", UTC_DATETIME, nullable=True),
+        sa.Column("expires_at", UTC_DATETIME, nullable=True),
         sa.Column("wait_reason", sa.String(length=255), nullable=True),
         sa.Column("published_at", UTC_DATETIME, nullable=True),
         sa.Column("worker_id", sa.String(length=128), nullable=True),
@@ -184,6 +204,7 @@ def upgrade() -> None:
     op.create_index("ix_jobs_agent", "orchestrator_jobs", ["agent", "created_at"], unique=False, if_not_exists=True)
     op.create_index("ix_jobs_created", "orchestrator_jobs", ["created_at"], unique=False, if_not_exists=True)
     op.create_index("ix_jobs_due", "orchestrator_jobs", ["not_before"], unique=False, if_not_exists=True)
+    op.create_index("ix_jobs_expiry", "orchestrator_jobs", ["expires_at"], unique=False, if_not_exists=True)
     op.create_index("ix_jobs_queue", "orchestrator_jobs", ["lane", "queued", "rank"], unique=False, if_not_exists=True)
     op.create_index("ix_jobs_status", "orchestrator_jobs", ["status", "created_at"], unique=False, if_not_exists=True)
     op.create_table(

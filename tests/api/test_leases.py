@@ -1,13 +1,20 @@
 """/leases"""
 
+import asyncio
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from orchestrator.leases import token_hash
-from orchestrator.store import leases, nodes
+import pytest
+from sqlalchemy import select
+
+from orchestrator.leases import Denied, LeaseRequest, token_hash
+from orchestrator.store import leases, nodes, schema
 from tests.api.conftest import Running
-from tests.factories import gpu, hire
+from tests.factories import gpu, hire, rows
+from tests.waiting import wait_until
 
 WANT = {"agent": "alice", "min_memory_mb": 1000}
 
@@ -118,3 +125,58 @@ def test_concurrent_requests_never_overcommit(api: Running) -> None:
     assert leased_mb(api) == 9000
     assert len(api.db.read(leases.active)) == 9
     assert api.db.read(lambda conn: nodes.list_gpus(conn, 60))[0]["leased_mb"] == 9000
+
+
+# --- answers that nobody waits for any more ---
+
+
+@contextmanager
+def gpus_locked(api: Running) -> Iterator[None]:
+    """No lease can be granted meanwhile: what was asked for waits in the batcher."""
+    with api.db.engine.connect() as connection:
+        connection.execute(select(schema.gpus).with_for_update()).all()
+        yield
+        connection.rollback()
+
+
+def test_a_lease_that_was_granted_too_late_is_given_back(maria_db, run_api: Callable[..., Running]) -> None:
+    """Nobody got its token: without this its memory would be taken until the lease ends by itself."""
+    api = run_api(database_url=str(maria_db.settings.database_url), db_timeout_s=1.0, worker_timeout_s=30.0)
+    hire(api.db, gpu(0))
+    with gpus_locked(api):
+        answer = api.post("/leases", WANT)
+        assert (answer.status_code, answer.json()["code"]) == (503, "database_unavailable")
+    wait_until(lambda: rows(api.db, schema.leases), what="granted all the same")
+    wait_until(lambda: rows(api.db, schema.leases)[0].state == "released", what="given back")
+    assert leased_mb(api) == 0
+    assert api.post("/leases", WANT).json()["granted"]
+
+
+def test_a_client_that_hung_up_gets_no_lease(maria_db, run_api: Callable[..., Running]) -> None:
+    api = run_api(database_url=str(maria_db.settings.database_url), worker_timeout_s=30.0)
+    hire(api.db, gpu(0))
+
+    async def ask_and_leave() -> None:
+        waiting = asyncio.create_task(api.backend.lease(LeaseRequest("alice", 1000, 60.0)))
+        await asyncio.sleep(0)  # it has asked now
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    with gpus_locked(api):
+        asyncio.run(ask_and_leave())
+        assert rows(api.db, schema.leases) == []
+    wait_until(lambda: rows(api.db, schema.leases), what="granted all the same")
+    wait_until(lambda: rows(api.db, schema.leases)[0].state == "released", what="given back")
+    assert leased_mb(api) == 0
+
+
+def test_only_what_was_granted_is_given_back(api: Running) -> None:
+    """Refused, failed and cancelled requests have nothing to return."""
+    denied, failed, cancelled = Future(), Future(), Future()  # type: ignore[var-annotated]
+    denied.set_result(Denied("full", 1.0))
+    failed.set_exception(RuntimeError("broke"))
+    cancelled.cancel()
+    for late in (denied, failed, cancelled):
+        api.backend._give_back(late)
+    assert api.get("/leases").json() == {"leases": []}

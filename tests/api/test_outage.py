@@ -43,6 +43,11 @@ def calls(api: Running, job_id: str) -> dict[str, Callable[[], httpx.Response]]:
         "lease": lambda: api.post("/leases", {"agent": "a", "min_memory_mb": 1}),
         "release": lambda: api.post("/leases/x/release"),
         "leader": lambda: api.get("/control/leader"),
+        "cancel": lambda: api.post(f"/jobs/{job_id}/cancel"),
+        "retry": lambda: api.post(f"/jobs/{job_id}/retry"),
+        "dlq": lambda: api.get("/dlq"),
+        "redrive": lambda: api.post("/dlq/redrive", {"filter": {}}),
+        "purge": lambda: api.post("/dlq/purge", {"filter": {}, "dry_run": True}),
     }
 
 
@@ -81,7 +86,7 @@ def test_a_frozen_database_is_a_503_within_the_limit(mortal: tuple[Running, Mari
     job_id = api.submit()
     os.kill(mariadb.pid, signal.SIGSTOP)
     try:
-        with ThreadPoolExecutor(8) as threads:
+        with ThreadPoolExecutor(16) as threads:
             started = time.monotonic()
             answers = [threads.submit(call) for call in calls(api, job_id).values()]
             answers.append(threads.submit(api.get, f"/jobs/{job_id}", params={"wait": 50}))

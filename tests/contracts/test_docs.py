@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from orchestrator import errors, settings
-from orchestrator.api import cluster, health, jobs, leases, problems, submit
+from orchestrator.api import cluster, dlq, health, job_actions, jobs, leases, problems, submit
 from orchestrator.cli import gpuorch
 from orchestrator.jobs import Status
 from orchestrator.leader.duties import DUTIES
@@ -27,6 +27,8 @@ SECTIONS = ["Symptom", "Look", "Fix", "Verify", "If it comes back"]
 #: Commands that change nothing, and so may stand under Look.
 READ_ONLY = (
     "check-config",
+    "dlq list",
+    "dlq show",
     "doctor",
     "gpus",
     "jobs events",
@@ -98,7 +100,9 @@ def wrong_command(line: str) -> str | None:
 
 def wrong_path(line: str) -> str | None:
     """Why a curl line asks for something that the API does not have."""
-    routes = [route for module in (submit, jobs, leases, cluster, health) for route in module.router.routes]
+    routes = [
+        route for module in (submit, jobs, job_actions, dlq, leases, cluster, health) for route in module.router.routes
+    ]
     for path in re.findall(r"localhost:8008(/[^\s'\"?]*)", line):
         if not any(route.path_regex.fullmatch(path) for route in routes):
             return f"no path {path}: {line}"

@@ -2,19 +2,22 @@
 
 import dataclasses
 import time
+from collections import Counter
 
 import pytest
 from sqlalchemy import update
 
-from orchestrator.errors import StaleEpoch, UnknownDuty
+from orchestrator.errors import RedisUnavailable, StaleEpoch, UnknownDuty
 from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
 from orchestrator.leases import LeaseRequest
-from orchestrator.store import leadership, leases, nodes, schema
+from orchestrator.store import dead_letters, leadership, leases, nodes, schema, withdraw
 from orchestrator.store.dialect import utc_shift
+from orchestrator.telemetry import metrics
 from tests.factories import STALE_S, gpu, hire, history, row, rows, set_job, status, submit
 
 KEY = "stream:orchestrator:inference_jobs"
+DLQ = "stream:orchestrator:dlq"
 
 
 def announced(raw):
@@ -35,7 +38,7 @@ def snapshot(db, raw):
     return (
         [rows(db, table) for table in schema.metadata.sorted_tables],
         raw.xrange(KEY),
-        raw.xrange(f"{KEY[:-14]}dlq"),
+        raw.xrange(DLQ),
     )
 
 
@@ -86,7 +89,8 @@ def test_a_job_that_kills_its_workers_becomes_a_dead_letter_once(db, raw, contex
     assert (job.status, job.crashes) == ("dead_letter", 2)
     for _ in range(2):
         duties.reclaim(context)
-    ((_id, letter),) = raw.xrange("stream:orchestrator:dlq")
+        duties.tell_dead_letters(context)
+    ((_id, letter),) = raw.xrange(DLQ)
     assert (letter["job_id"], letter["reason"], letter["attempts"]) == (job_id, "worker_lost", "2")
     assert hands[1].worker_id in letter["last_error"]
     assert announced(raw) == []
@@ -130,6 +134,32 @@ def test_a_young_leader_lets_workers_speak_first(db, context, scene):
     duties.reclaim(dataclasses.replace(context, term=young))
     assert status(db, claim.job_id) == "claimed"
     hand.beat()
+
+
+def test_a_cancelled_job_of_a_dead_worker_is_cancelled(db, context, scene):
+    hand, claims = scene(2)
+    db.write(lambda conn: withdraw.cancel(conn, claims[0].job_id))
+    hand.go_silent()
+    duties.reclaim(context)
+    assert [status(db, claim.job_id) for claim in claims] == ["cancelled", "pending"]
+
+
+def counted(name, **labels):
+    return metrics.REGISTRY.get_sample_value(f"gpu_orchestrator_{name}", labels) or 0.0
+
+
+def test_what_became_of_them_is_counted(db, context, scene):
+    hand, claims = scene(3)
+    set_job(db, claims[1].job_id, crashes=1)
+    db.write(lambda conn: withdraw.cancel(conn, claims[2].job_id))
+    outcomes = ("retried", "buried", "cancelled")
+    before = [counted("reclaims_total", outcome=outcome) for outcome in outcomes]
+    retries = counted("retries_total", reason="worker_lost")
+    hand.go_silent()
+    for _ in range(2):
+        duties.reclaim(context)
+    assert [counted("reclaims_total", outcome=outcome) for outcome in outcomes] == [n + 1 for n in before]
+    assert counted("retries_total", reason="worker_lost") == retries + 1
 
 
 # --- reclaim: entries ---
@@ -245,6 +275,137 @@ def test_expired_leases_are_purged(db, context):
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
 
 
+# --- deadlines ---
+
+
+def test_jobs_whose_deadline_passed_are_ended(db, raw, context, publisher):
+    late, fresh = submit(db, 2)
+    set_job(db, late, expires_at=utc_shift(-1.0))
+    publisher.publish("default")
+    assert [duties.expire(context), duties.expire(context)] == [1, 0]
+    assert (status(db, late), row(db, late).error_kind) == ("failed", "deadline_exceeded")
+    assert status(db, fresh) == "pending"
+
+
+# --- dead letters ---
+
+
+def buried(db, count=1):
+    hand = hire(db)
+    claims = hand.claim(*submit(db, count, max_attempts=1))
+    for claim in claims:
+        hand.fail(claim, origin_id="9-1", error="x" * 3000)
+    return [claim.job_id for claim in claims]
+
+
+def told(raw):
+    return [fields["job_id"] for _id, fields in raw.xrange(DLQ)]
+
+
+def test_the_stream_is_told_of_every_dead_letter_once(db, raw, context):
+    ids = buried(db, 3)
+    assert [duties.tell_dead_letters(context) for _ in range(2)] == [3, 0]
+    assert sorted(told(raw)) == sorted(ids)
+    entries = {fields["job_id"]: entry_id for entry_id, fields in raw.xrange(DLQ)}
+    assert {letter.job_id: letter.entry_id for letter in rows(db, schema.dead_letters)} == entries
+    _, fields = raw.xrange(DLQ)[0]
+    said = {"origin_id": "9-1", "attempts": "1", "reason": "transient", "last_error": "x" * 1000}
+    assert fields.items() >= said.items()
+
+
+def test_a_crash_after_telling_tells_twice_and_never_not_at_all(db, raw, context, monkeypatch):
+    """F-2: between the stream and the database."""
+    (job_id,) = buried(db)
+
+    def crash(*_args):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dead_letters, "told", crash)
+        with pytest.raises(RuntimeError):
+            duties.tell_dead_letters(context)
+    assert told(raw) == [job_id]
+    assert [duties.tell_dead_letters(context) for _ in range(2)] == [1, 0]
+    assert told(raw) == [job_id, job_id]
+
+
+def test_without_redis_the_letter_waits(db, hub, raw, context, monkeypatch):
+    (job_id,) = buried(db)
+
+    def away(_letters):
+        raise RedisUnavailable("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "bury", away)
+        with pytest.raises(RedisUnavailable):
+            duties.tell_dead_letters(context)
+    assert duties.tell_dead_letters(context) == 1
+    assert told(raw) == [job_id]
+
+
+def test_a_letter_that_left_is_taken_out_of_the_stream(db, hub, raw, context):
+    ids = buried(db, 2)
+    duties.tell_dead_letters(context)
+    removed = db.write(lambda conn: dead_letters.redrive(conn, ids[:1], 3, lambda _n: 0.0, None))
+    hub.unbury(removed.entry_ids)
+    hub.unbury([])
+    assert told(raw) == ids[1:]
+
+
+# --- lanes ---
+
+
+@pytest.mark.parametrize("broken", ["alpha", "middle", "omega"])
+def test_a_broken_lane_does_not_hold_up_the_others(db, hub, raw, context, monkeypatch, broken):
+    jobs = {lane: submit(db, pool_id=lane) for lane in ("alpha", "middle", "omega")}
+
+    def away(_ready):
+        raise RedisUnavailable("its node of the cluster is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hub.lane(broken), "announce", away)
+        with pytest.raises(RedisUnavailable):
+            duties.publish(context)
+    for lane, ids in jobs.items():
+        assert [fields["job_id"] for _id, fields in raw.xrange(f"{KEY}:{lane}")] == ([] if lane == broken else ids)
+    set_job(db, *jobs[broken], published_at=utc_shift(-60.0))
+    assert duties.repair(context) == 1
+    assert duties.publish(context) == 1
+    assert [fields["job_id"] for _id, fields in raw.xrange(f"{KEY}:{broken}")] == jobs[broken]
+
+
+def test_every_lane_is_tried_and_the_first_failure_reported(db, context):
+    for lane in ("a", "b", "c", "d"):
+        submit(db, pool_id=lane)
+    tried = []
+
+    def work(lane):
+        tried.append(lane)
+        if lane in {"b", "c"}:
+            raise RedisUnavailable(f"lane {lane}")
+        return 2
+
+    with pytest.raises(RedisUnavailable, match="lane b"):
+        duties._in_every_lane(context, work)
+    assert tried == ["a", "b", "c", "d"]
+    assert duties._in_every_lane(context, lambda _lane: 2) == 8
+
+
+def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):
+    """Another error than Redis being away concerns every lane."""
+    submit(db, pool_id="a")
+    submit(db, pool_id="b")
+    tried = []
+
+    def work(lane):
+        tried.append(lane)
+        raise StaleEpoch(1)
+
+    with pytest.raises(StaleEpoch):
+        duties._in_every_lane(context, work)
+    assert tried == ["a"]
+
+
 # --- all of them ---
 
 
@@ -265,6 +426,9 @@ def mess(db, hub, raw, publisher):
     db.write(lambda conn: leases.grant(conn, [LeaseRequest("agent", 10, 60.0)], STALE_S))
     over = update(schema.leases).where(schema.leases.c.agent_name == "agent").values(expires_at=utc_shift(-1.0))
     db.write(lambda conn: conn.execute(over))
+    (late,) = submit(db, pool_id="late")
+    set_job(db, late, expires_at=utc_shift(-1.0))
+    buried(db)
 
 
 def test_a_second_run_of_every_duty_changes_nothing(db, hub, raw, context, publisher):
@@ -275,8 +439,9 @@ def test_a_second_run_of_every_duty_changes_nothing(db, hub, raw, context, publi
     before = snapshot(db, raw)
     assert [duty.run(context) for duty in duties.DUTIES] == [0] * len(duties.DUTIES)
     assert snapshot(db, raw) == before
-    assert {job.status for job in rows(db, schema.jobs)} == {"pending"}
+    assert Counter(job.status for job in rows(db, schema.jobs)) == {"pending": 7, "failed": 1, "dead_letter": 1}
     assert len(announced(raw)) == len(set(announced(raw))) == 7
+    assert len(told(raw)) == 1
 
 
 @pytest.mark.parametrize("name", [duty.name for duty in duties.DUTIES])
@@ -291,5 +456,5 @@ def test_a_leader_that_was_replaced_writes_nothing_more(db, hub, raw, context, n
 
 
 def test_an_unknown_duty_is_refused_with_those_there_are():
-    with pytest.raises(UnknownDuty, match="publish, repair, reclaim, purge_leases"):
+    with pytest.raises(UnknownDuty, match="publish, repair, reclaim, purge_leases, expire, dead_letters"):
         duties.find("world_peace")

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from sqlalchemy import delete, update
 
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.leader import loop
@@ -10,7 +11,7 @@ from orchestrator.leader.duties import DUTIES, Duty
 from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leader.term import Candidate
 from orchestrator.publisher import Publisher
-from orchestrator.store import leadership
+from orchestrator.store import leadership, schema
 from tests.factories import hire, row, status, submit
 from tests.waiting import wait_until
 
@@ -85,7 +86,7 @@ def test_a_duty_that_breaks_or_fails_does_not_stop_the_others(raw, leaders, monk
     leaders()
     wait_until(lambda: min(runs.values()) >= 3, what="every duty runs again")
     assert "a bug" in caplog.text
-    assert len(DUTIES) == 4
+    assert len(DUTIES) == 6
 
 
 def test_no_duty_runs_without_a_term(db, config, leaders, monkeypatch, caplog):
@@ -116,3 +117,25 @@ def test_an_election_that_breaks_is_tried_again(leaders, monkeypatch, caplog):
     leader = leaders()
     wait_until(lambda: leader.term, what="it leads all the same")
     assert "a bug in the election" in caplog.text
+
+
+def test_an_epoch_set_back_in_the_database_is_made_good(db, hub, raw, leaders, config):
+    """BI-21: Redis remembers a higher epoch and refuses the new one; after a while nobody could lead any more."""
+    lane = hub.lane("default")
+    submit(db)
+    leader = leaders()
+    wait_until(lambda: lane.length() == 1, what="the job is announced")
+    lane.ack_as_leader(50, ["1-1"])
+    db.write(lambda conn: conn.execute(update(schema.leadership).values(epoch=3)))
+    raw.xadd(lane.key, {"job_id": "nobody-knows"})
+    hub.reader(lane, "dead").read(10, 20)
+    wait_until(lambda: "nobody-knows" not in lane.survey(10).coming, what="the leader removes what nobody will finish")
+    wait_until(lambda: leader.term, what="it leads")
+    assert leader.term.epoch == leading(db, config).epoch > 50
+
+
+def test_a_leadership_row_that_was_deleted_is_made_anew(db, leaders, config):
+    leader = leaders()
+    wait_until(lambda: leader.term, what="it leads")
+    db.write(lambda conn: conn.execute(delete(schema.leadership)))
+    wait_until(lambda: leading(db, config).alive and leader.term, what="it leads again")

@@ -5,11 +5,15 @@ from typing import Any
 import pytest
 
 from orchestrator import jobs as rules
+from orchestrator.errors import JobEnded, NotRedrivable
 from orchestrator.jobs import ARROWS, OWNED, TERMINAL, ErrorKind, Status
 from orchestrator.store import schema
 from orchestrator.store.claim import Claim, NotClaimed
+from orchestrator.store.dead_letters import redrive_one
+from orchestrator.store.dialect import utc_now, utc_shift
 from orchestrator.store.moves import move
 from orchestrator.store.settle import End, Outcome, Start, take_from_dead
+from orchestrator.store.withdraw import cancel, expire_overdue
 from tests.factories import hire, history, row, rows, set_job, submit
 
 #: What a worker reports so that an attempt takes this arrow. A job of these tests has one attempt to use up.
@@ -20,11 +24,20 @@ ENDS: dict[rules.Arrow, Any] = {
     rules.BURY: {"outcome": Outcome.FAILED, "error_kind": ErrorKind.TRANSIENT, "error": "no"},
     rules.RETRY: {"outcome": Outcome.FAILED, "error_kind": ErrorKind.TRANSIENT, "error": "no"},
     rules.HAND_BACK: {"outcome": Outcome.HANDED_BACK, "error": "leaving"},
+    rules.STOP: {"outcome": Outcome.CANCELLED},
 }
+#: What must have happened to the job before, beside its state.
+BEFORE: dict[rules.Arrow, Any] = {
+    rules.BURY: {"max_attempts": 1},
+    rules.STOP: {"cancel_requested_at": utc_now()},
+    rules.EXPIRE: {"expires_at": utc_shift(-1.0)},
+}
+#: Arrows that an attempt takes about itself.
+OF_AN_ATTEMPT = [arrow for arrow in ARROWS if arrow.source <= OWNED]
 
 
 def take(hand, arrow, job_id, attempt=1):
-    """Try the arrow through the function that workers use; whether it was taken."""
+    """Try the arrow through the function that everybody uses; whether it was taken."""
     if arrow is rules.CLAIM:
         return isinstance(hand.offer(job_id)[job_id], Claim)
     if arrow is rules.DEFER:
@@ -33,8 +46,31 @@ def take(hand, arrow, job_id, attempt=1):
     if arrow is rules.START:
         hand.record(starts=[Start(job_id, attempt)])
         return status_of(hand, job_id) == Status.RUNNING
+    if arrow in BY_OTHERS:
+        return hand.db.write(lambda conn: BY_OTHERS[arrow](conn, job_id))
     (settled,) = hand.record(ends=[End(job_id, attempt, **ENDS[arrow])])
     return settled.arrow is arrow
+
+
+def take_cancel(conn, job_id):
+    try:
+        return cancel(conn, job_id) is Status.CANCELLED
+    except JobEnded:
+        return False
+
+
+def take_redrive(conn, job_id):
+    try:
+        return redrive_one(conn, job_id, 3, None).job_ids == [job_id]
+    except NotRedrivable:
+        return False
+
+
+BY_OTHERS = {
+    rules.CANCEL: take_cancel,
+    rules.EXPIRE: lambda conn, _job_id: expire_overdue(conn, 10) == 1,
+    rules.REDRIVE: take_redrive,
+}
 
 
 def status_of(hand, job_id):
@@ -43,18 +79,21 @@ def status_of(hand, job_id):
 
 def job_in(db, state, arrow, *, owner="somebody-else"):
     """A job put into `state` by hand, as attempt 1."""
-    (job_id,) = submit(db, max_attempts=1 if arrow is rules.BURY else 5)
-    owned = state in OWNED
-    set_job(db, job_id, status=state, attempt=1, attempts=1, worker_id=owner if owned else None)
+    (job_id,) = submit(db)
+    owner = owner if state in OWNED else None
+    set_job(db, job_id, status=state, attempt=1, attempts=1, worker_id=owner, **BEFORE.get(arrow, {}))
     return job_id
 
 
 def everything(db):
-    return [rows(db, table) for table in (schema.jobs, schema.audit, schema.results, schema.leases)]
+    tables = (schema.jobs, schema.audit, schema.results, schema.leases, schema.dead_letters)
+    return [rows(db, table) for table in tables]
 
 
 def names(value):
-    return value.event if isinstance(value, rules.Arrow) else str(value)
+    if not isinstance(value, rules.Arrow):
+        return str(value)
+    return next(name for name, arrow in vars(rules).items() if arrow is value).lower()
 
 
 @pytest.mark.parametrize("arrow", ARROWS, ids=names)
@@ -72,7 +111,9 @@ def test_an_arrow_leads_from_each_source_to_its_target(db, arrow):
 @pytest.mark.parametrize("arrow", ARROWS, ids=names)
 def test_an_arrow_is_refused_from_any_other_state(db, arrow):
     hand = hire(db)
-    jobs_by_state = {state: job_in(db, state, arrow) for state in Status if state not in arrow.source}
+    # A running job is asked to stop instead; test_withdraw looks at that.
+    allowed = arrow.source | (OWNED if arrow is rules.CANCEL else set())
+    jobs_by_state = {state: job_in(db, state, arrow) for state in Status if state not in allowed}
     before = everything(db)
     for state, job_id in jobs_by_state.items():
         taken = take(hand, arrow, job_id)
@@ -81,7 +122,7 @@ def test_an_arrow_is_refused_from_any_other_state(db, arrow):
         assert everything(db) == before, state
 
 
-@pytest.mark.parametrize("arrow", [a for a in ARROWS if a not in {rules.CLAIM, rules.DEFER}], ids=names)
+@pytest.mark.parametrize("arrow", OF_AN_ATTEMPT, ids=names)
 @pytest.mark.parametrize("attempt", [0, 2])
 def test_an_arrow_is_refused_for_another_attempt(db, arrow, attempt):
     """INV-2, INV-3: a worker that was declared dead and wakes up changes nothing."""
@@ -95,7 +136,7 @@ def test_an_arrow_is_refused_for_another_attempt(db, arrow, attempt):
 @pytest.mark.parametrize("arrow", ARROWS, ids=names)
 def test_the_update_itself_is_guarded_by_state_and_attempt(db, arrow):
     """Below the functions: were their checks wrong, the UPDATE still would not match."""
-    values = {"delay_s": 1.0} if arrow in {rules.RETRY, rules.DEFER} else {}
+    values = {"delay_s": 1.0} if arrow in {rules.RETRY, rules.DEFER, rules.REDRIVE} else {}
     by_state = {state: job_in(db, state, arrow) for state in Status}
     outside = [job_id for state, job_id in by_state.items() if state not in arrow.source]
     inside = [job_id for state, job_id in by_state.items() if state in arrow.source]
@@ -106,13 +147,27 @@ def test_the_update_itself_is_guarded_by_state_and_attempt(db, arrow):
     assert db.write(lambda conn: move(conn, arrow, 1, inside, **values)) == len(inside)
 
 
+@pytest.mark.parametrize("arrow", [arrow for arrow in OF_AN_ATTEMPT if arrow.source == OWNED], ids=names)
+def test_after_a_cancel_the_update_itself_lets_an_attempt_only_stop(db, arrow):
+    """INV-11, below the functions."""
+    values = {"delay_s": 1.0} if arrow is rules.RETRY else {}
+    ids = [job_in(db, state, arrow) for state in sorted(OWNED)]
+    for job_id in ids:
+        set_job(db, job_id, cancel_requested_at=utc_now())
+    moved = db.write(lambda conn: move(conn, arrow, 1, ids, **values))
+    assert moved == (len(ids) if arrow is rules.STOP else 0)
+
+
 @pytest.mark.parametrize("state", sorted(TERMINAL))
-def test_the_end_is_the_end(db, state):
+def test_the_end_is_the_end_except_for_an_operator(db, state):
     hand = hire(db)
     job_id = job_in(db, state, rules.FINISH)
+    set_job(db, job_id, expires_at=utc_shift(-1.0), cancel_requested_at=utc_now())
     before = everything(db)
     for arrow in ARROWS:
-        take(hand, arrow, job_id)
+        if arrow is not rules.REDRIVE:
+            take(hand, arrow, job_id)
     hand.go_silent()
     db.write(lambda conn: take_from_dead(conn, hand.by, rules.RetryPolicy(1, 1, 1), 10))
     assert everything(db) == before
+    assert take(hand, rules.REDRIVE, job_id) == (state in rules.REDRIVE.source)

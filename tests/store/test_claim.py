@@ -11,7 +11,7 @@ from orchestrator.store import audit, leases, schema
 from orchestrator.store import claim as claim_module
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.submit import submit_jobs
-from tests.factories import active_leases, gpu, hire, history, new_job, now, row, rows, set_job, submit
+from tests.factories import POLICY, active_leases, gpu, hire, history, new_job, now, row, rows, set_job, submit
 
 
 def leased(db):
@@ -241,7 +241,7 @@ def test_sixteen_threads_claim_each_of_500_jobs_exactly_once(db, db_url, open_da
 def test_attempts_only_grow(db):
     """INV-3, over every way back to pending."""
     hand, seen = hire(db), []
-    submit_jobs(db, [new_job(job_id="j", max_attempts=100)], 5)
+    submit_jobs(db, [new_job(job_id="j", max_attempts=100)], POLICY)
     ways = [
         hand.hand_back,
         lambda claim: hand.fail(claim, retry_after_s=0.0),

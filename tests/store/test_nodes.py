@@ -70,7 +70,7 @@ def test_a_lost_worker_that_owns_jobs_is_found_until_they_are_taken(db):
     for hand in (owner, idle):
         hand.go_silent()
     assert sorted(declare_lost(db)) == sorted([owner.worker_id, idle.worker_id])
-    assert [w.worker_id for w in db.read(lambda conn: nodes.lost_with_jobs(conn, 10))] == [owner.worker_id]
+    assert [w.worker_id for w in db.read(lambda conn: nodes.dead_owners(conn, 10))] == [owner.worker_id]
 
 
 def test_a_worker_that_stops_in_order_is_not_lost(db):

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event, insert, text
 
 from orchestrator.jobs import ErrorKind, Status
-from orchestrator.store import audit, job_reads, leadership, leases, nodes, outbox, schema
+from orchestrator.store import audit, dead_letters, job_reads, leadership, leases, nodes, outbox, schema, withdraw
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.job_reads import Filter
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
@@ -17,6 +17,7 @@ from tests.conftest import empty
 from tests.factories import POLICY, Hand, hire, is_sqlite, many_jobs, now
 
 HISTORY = 3000
+LETTERS = 1000
 
 
 def crowd(db) -> Hand:
@@ -47,6 +48,20 @@ def crowd(db) -> Hand:
     owned("pending", "delayed", 10, "due", not_before=moment)
     owned("running", None, 20, "mine", worker_id=hand.worker_id)
     owned("running", None, 40, "other", worker_id="somebody-else")
+    owned("pending", "ready", 300, "dated", expires_at=lambda i: moment(i) + timedelta(days=9))
+    owned("pending", "ready", 10, "overdue", expires_at=moment)
+    owned("running", None, 10, "late", worker_id="somebody-else", expires_at=moment)
+    owned("dead_letter", None, LETTERS, "dead", type=lambda i: f"type-{i % 7}")
+    db.write(
+        lambda conn: conn.execute(
+            insert(schema.dead_letters),
+            [
+                {"job_id": f"dead-{i:06}", "reason": f"reason-{i % 3}", "attempts": 3, "buried_at": moment(i)}
+                | {"entry_id": f"{i}-0" if i >= 8 else None}
+                for i in range(LETTERS)
+            ],
+        )
+    )
     db.write(
         lambda conn: conn.execute(
             insert(schema.audit),
@@ -111,7 +126,7 @@ HOT = {
     "jobs of a worker": (
         lambda c, h: take_from_dead(c, h.by, POLICY, 100),
         "ix_jobs_worker|ix_jobs_status",
-        60,  # everything that is owned, at most: never the history
+        70,  # everything that is owned, at most: never the history
     ),
     "page of all": (lambda c, _: job_reads.page(c, Filter(), 50, None), "ix_jobs_created", 51),
     "page by status": (
@@ -120,6 +135,12 @@ HOT = {
         51,
     ),
     "page by agent": (lambda c, _: job_reads.page(c, Filter(agent="agent-3"), 50, None), "ix_jobs_agent", 51),
+    "overdue": (lambda c, _: withdraw.expire_overdue(c, 100), "ix_jobs_expiry", 21),  # and those that run, late
+    "to stop": (
+        lambda c, h: withdraw.to_stop(c, h.worker_id, [f"mine-{i:06}" for i in range(16)]),
+        "PRIMARY",
+        16,
+    ),
     "lease expiry": (lambda c, _: leases.purge(c, 100), "ix_leases_expiry", 11),
     "worker liveness": (lambda c, _: nodes.declare_lost(c, 60.0, 100), "ix_workers_liveness", 6),
     "audit of a job": (lambda c, _: audit.of_job(c, "done-000007"), "ix_audit_job", 7),
@@ -167,6 +188,41 @@ def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name
     assert "filesort" not in step["Extra"] or most < 10, dict(step)
 
 
+_AGENT = dead_letters.Filter(agent="agent-3")
+#: name → (call, index of the letters, most letters read); a job is read for each, by its key
+LETTERS_READ = {
+    "untold": (lambda c: dead_letters.untold(c, 100), "ix_dead_letters_entry", 8),
+    "page": (lambda c: dead_letters.page(c, dead_letters.Filter(), 50, None), "ix_dead_letters_time", 51),
+    # agent-3 has thousands of jobs; every 20th letter is its own.
+    "page of an agent": (lambda c: dead_letters.page(c, _AGENT, 10, None), "ix_dead_letters_time", 220),
+    "to redrive": (lambda c: dead_letters.matching(c, dead_letters.Filter(), 100, 3), "ix_dead_letters_time", 100),
+    "count of an agent": (lambda c: dead_letters.count(c, _AGENT), "ANY", LETTERS),
+    "count of a type": (lambda c: dead_letters.count(c, dead_letters.Filter(type="type-3")), "ANY", LETTERS),
+    "redrive": (
+        lambda c: dead_letters.redrive(c, [f"dead-{i:06}" for i in range(50)], 3, lambda _n: 0.0, None),
+        "PRIMARY",
+        50,
+    ),
+    "purge": (lambda c: dead_letters.purge(c, [f"dead-{i:06}" for i in range(50)], None), "PRIMARY", 50),
+}
+
+
+@pytest.mark.parametrize("name", LETTERS_READ)
+def test_dead_letters_lead_to_their_jobs_and_never_the_reverse(crowded, name):
+    """By an index of the jobs, filters would walk over the history of a type or an agent."""
+    call, index, most = LETTERS_READ[name]
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, call)
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+        connection.rollback()
+    letters, job = plan
+    assert (letters["table"], job["table"]) == ("dead_letters", "orchestrator_jobs"), plan
+    assert index in {letters["key"], "ANY"}, dict(letters)
+    assert float(letters["r_rows"]) <= most, dict(letters)
+    assert (job["type"], job["key"]) == ("eq_ref", "PRIMARY"), dict(job)
+
+
 @pytest.mark.parametrize("count", [2, 16])
 def test_jobs_are_ended_by_their_keys_not_by_a_walk_over_all_that_run(crowded, count):
     """By the index on status, every worker would lock, and wait for, the running jobs of all the others."""
@@ -191,7 +247,7 @@ def test_the_second_page_reads_no_more_than_the_first(crowded):
         assert float(step["r_rows"]) <= 110, (wanted, dict(step))
 
 
-@pytest.mark.parametrize("name", ["publisher take", "promote_due", "announced"])
+@pytest.mark.parametrize("name", ["publisher take", "promote_due", "announced", "overdue"])
 def test_the_queue_is_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):
     path = tmp_path / "copy.db"
     path.write_bytes(sqlite_with_tables.read_bytes())

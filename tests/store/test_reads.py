@@ -7,7 +7,7 @@ from orchestrator.jobs import Status
 from orchestrator.store import audit, job_reads
 from orchestrator.store.job_reads import Filter, statuses
 from orchestrator.store.submit import submit_jobs
-from tests.factories import hire, new_job, submit
+from tests.factories import POLICY, hire, new_job, submit
 
 
 def walk(db, wanted=Filter(), limit=7):  # noqa: B008 - frozen
@@ -79,7 +79,7 @@ def test_who_is_terminal(db):
 
 def test_the_history_of_a_job_is_paged_by_id(db):
     hand = hire(db)
-    submit_jobs(db, [new_job(job_id="j")], 5)
+    submit_jobs(db, [new_job(job_id="j")], POLICY)
     for _ in range(3):
         hand.hand_back(*hand.claim("j"))
     whole = db.read(lambda conn: audit.of_job(conn, "j"))

@@ -308,4 +308,4 @@ def test_the_whole_life_of_a_job(db):
     assert history(db, job_id) == [f"job.{event}" for event in trail.split()]
     assert isinstance(claim, Claim)
     assert claim.attempt == 3
-    assert db.read(lambda conn: nodes.lost_with_jobs(conn, 10)) == []
+    assert db.read(lambda conn: nodes.dead_owners(conn, 10)) == []

@@ -12,7 +12,7 @@ from orchestrator.errors import JobNotFound, Unavailable
 from orchestrator.jobs import NewJob
 from orchestrator.store import job_reads, schema
 from orchestrator.store.submit import Verdict, submit_jobs
-from tests.factories import history, new_job, now, row, rows, submit
+from tests.factories import POLICY, history, new_job, now, row, rows, submit
 
 
 def test_a_submitted_job_is_pending_unpublished_and_audited(db):
@@ -26,19 +26,19 @@ def test_a_submitted_job_is_pending_unpublished_and_audited(db):
 
 def test_the_same_content_again_exists_and_other_content_conflicts(db):
     job, same, other = (new_job(job_id="j", payload={"n": n}) for n in (1, 1, 2))
-    assert submit_jobs(db, [job], 5) == [Verdict.CREATED]
-    assert submit_jobs(db, [same, other], 5) == [Verdict.EXISTS, Verdict.CONFLICT]
+    assert submit_jobs(db, [job], POLICY) == [Verdict.CREATED]
+    assert submit_jobs(db, [same, other], POLICY) == [Verdict.EXISTS, Verdict.CONFLICT]
     assert history(db, "j") == ["job.submitted"]
 
 
 def test_one_batch_may_hold_the_same_job_twice(db):
     batch = [new_job(job_id="j", payload={"n": n}) for n in (1, 1, 2)]
-    assert submit_jobs(db, batch, 5) == [Verdict.CREATED, Verdict.EXISTS, Verdict.CONFLICT]
+    assert submit_jobs(db, batch, POLICY) == [Verdict.CREATED, Verdict.EXISTS, Verdict.CONFLICT]
     assert len(rows(db, schema.jobs)) == 1
 
 
 def test_ids_that_differ_in_case_are_two_jobs(db):
-    assert submit_jobs(db, [new_job(job_id="a"), new_job(job_id="A")], 5) == [Verdict.CREATED] * 2
+    assert submit_jobs(db, [new_job(job_id="a"), new_job(job_id="A")], POLICY) == [Verdict.CREATED] * 2
 
 
 def test_a_job_keeps_what_was_asked_for(db):
@@ -68,7 +68,7 @@ def test_a_job_for_later_is_delayed_and_one_for_the_past_is_not(db):
 
 def test_rank_follows_the_order_of_a_batch_not_of_its_ids(db):
     batch = [new_job(job_id=f"{letter}-{n}") for n, letter in enumerate("zyxwv")]
-    submit_jobs(db, batch, 5)
+    submit_jobs(db, batch, POLICY)
     ranked = sorted(rows(db, schema.jobs), key=lambda job: job.rank)
     assert [job.job_id for job in ranked] == [job.job_id for job in batch]
 
@@ -85,7 +85,7 @@ def test_many_threads_and_two_processes_worth_of_connections_create_one_job(db, 
 
     def race(n):
         barrier.wait(30)
-        return submit_jobs((db, other)[n % 2], [new_job(job_id="one")], 5)[0].value
+        return submit_jobs((db, other)[n % 2], [new_job(job_id="one")], POLICY)[0].value
 
     with ThreadPoolExecutor(threads) as pool:
         verdicts = list(pool.map(race, range(threads)))
@@ -100,7 +100,7 @@ def test_overlapping_batches_in_opposite_order_all_succeed(db):
     def race(n):
         order = ids[::-1] if n % 2 else ids
         barrier.wait(30)
-        return submit_jobs(db, [new_job(job_id=job_id) for job_id in order], 5)
+        return submit_jobs(db, [new_job(job_id=job_id) for job_id in order], POLICY)
 
     with ThreadPoolExecutor(4) as pool:
         verdicts = [verdict for answer in pool.map(race, range(4)) for verdict in answer]
@@ -119,7 +119,7 @@ def test_rows_are_inserted_in_the_order_of_their_keys(db):
             sent.extend(value for value in flat if str(value).startswith("key-"))
 
     event.listen(db.engine, "before_cursor_execute", note)
-    submit_jobs(db, [new_job(job_id=f"key-{n}") for n in (3, 1, 2, 5, 4)], 5)
+    submit_jobs(db, [new_job(job_id=f"key-{n}") for n in (3, 1, 2, 5, 4)], POLICY)
     event.remove(db.engine, "before_cursor_execute", note)
     assert sent == [f"key-{n}" for n in (1, 2, 3, 4, 5)]
 
@@ -141,7 +141,7 @@ def test_a_submit_whose_commit_was_answered_by_silence_is_not_stored_twice(db, l
     job = new_job(job_id="once")
     lose_commits(1)
     # Nobody can tell any more who created it; the caller learns that it is there, and it is there once.
-    assert submit_jobs(db, [job], 5) == [Verdict.EXISTS]
+    assert submit_jobs(db, [job], POLICY) == [Verdict.EXISTS]
     assert history(db, "once") == ["job.submitted"]
 
 
@@ -149,7 +149,7 @@ def test_a_job_that_does_not_fit_its_columns_is_refused_alone(maria_db):
     """The batcher splits a batch on this error; on 'unavailable' it would fail the neighbours as well."""
     bad = NewJob.prepare({"type": "echo", "payload": {}}, 1 << 20, 64, trace_context="x" * 500)
     with pytest.raises(Exception, match="too long") as refused:
-        submit_jobs(maria_db, [new_job(job_id="good"), bad], 5)
+        submit_jobs(maria_db, [new_job(job_id="good"), bad], POLICY)
     assert not isinstance(refused.value, Unavailable)
     assert rows(maria_db, schema.jobs) == []
 

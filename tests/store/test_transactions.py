@@ -9,10 +9,10 @@ from sqlalchemy import event, select, text
 
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Settings
-from orchestrator.store import database, leases, schema
+from orchestrator.store import audit, database, leases, schema
 from orchestrator.store.database import Database
 from orchestrator.store.submit import Verdict, submit_jobs
-from tests.factories import active_leases, gpu, hire, is_sqlite, new_job, row, rows, submit
+from tests.factories import POLICY, active_leases, gpu, hire, is_sqlite, new_job, row, rows, submit
 from tests.servers import MariaDB, free_port
 from tests.waiting import wait_until
 
@@ -84,7 +84,7 @@ def test_contention_without_end_is_reported_and_leaves_nothing(db, faults, monke
     monkeypatch.setattr(time, "sleep", lambda _s: None)
     faults.inject(*[1213] * 100, pattern="orchestrator_audit")
     with pytest.raises(DatabaseUnavailable):
-        submit_jobs(db, [new_job(job_id="j")], 5)
+        submit_jobs(db, [new_job(job_id="j")], POLICY)
     assert len(faults.errors) == 100 - database.MAX_RUNS
     faults.errors = []
     assert rows(db, schema.jobs) == []
@@ -130,8 +130,8 @@ def test_all_connections_killed_at_once_cost_nothing(maria_db, mariadb, open_dat
         conn.close()
     for connection_id in ids:
         kill(mariadb, connection_id)
-    assert submit_jobs(other, [new_job()], 5) == [Verdict.CREATED]
-    assert submit_jobs(other, [new_job()], 5) == [Verdict.CREATED]
+    assert submit_jobs(other, [new_job()], POLICY) == [Verdict.CREATED]
+    assert submit_jobs(other, [new_job()], POLICY) == [Verdict.CREATED]
 
 
 def kill(mariadb, connection_id):
@@ -201,3 +201,37 @@ def test_the_account_of_a_gpu_cannot_go_below_zero(db):
     hire(db, gpu())
     with pytest.raises(Exception, match=r"ck_gpus_leased_mb|CHECK|CONSTRAINT"):
         db.write(lambda conn: leases._give_back(conn, {"GPU-0": 1}))
+
+
+def connection_id(conn):
+    return conn.execute(text("SELECT connection_id()")).scalar_one()
+
+
+def test_a_connection_that_breaks_among_gathered_events_is_replaced_and_the_work_done_again(maria_db):
+    runs = []
+
+    def work(conn):
+        runs.append(connection_id(conn))
+        with audit.together(conn):
+            audit.record(conn, [audit.Event("test.event")])
+            if len(runs) == 1:
+                maria_db.read(lambda other: other.execute(text(f"KILL {runs[0]}")))
+            conn.execute(text("SELECT 1"))
+
+    maria_db.write(work)
+    assert len(set(runs)) == 2
+    assert [row.event_type for row in rows(maria_db, schema.audit)] == ["test.event"]
+
+
+@pytest.mark.parametrize("code", [1290, 1792, 1836])
+def test_connections_to_a_server_that_became_read_only_are_left(maria_db, code):
+    """After a failover the name leads to the new primary, and an open connection to the old one for ever."""
+    seen = set()
+
+    def refused(conn):
+        seen.add(connection_id(conn))
+        conn.execute(text(f"SIGNAL SQLSTATE 'HY000' SET MYSQL_ERRNO = {code}, MESSAGE_TEXT = 'read-only'"))
+
+    with pytest.raises(DatabaseUnavailable):
+        maria_db.write(refused)
+    assert maria_db.write(connection_id) not in seen

@@ -244,3 +244,56 @@ def _answers(lane):
         return lane.length() == 1
     except RedisUnavailable:
         return False
+
+
+# --- failovers ---
+
+
+def test_a_demoted_primary_is_left_for_its_successor(private_server, settings):
+    """Its name leads to the new primary, but the connections there are stay with the old one, which is well."""
+    old, new = private_server(Redis), private_server(Redis)
+    with Proxy(old.port) as proxy:
+        hub = Hub(settings(redis_url=f"redis://127.0.0.1:{proxy.port}/0"))
+        lane = hub.lane("default")
+        reader = hub.reader(lane, "w1")
+        lane.announce(ready("a"))
+        assert read(reader) == ["a"]
+        with old.client() as client:
+            client.replicaof("127.0.0.1", new.port)
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", what="it follows")
+        proxy.target = new.port
+        for refused in (lambda: lane.announce(ready("b")), lambda: read(reader)):
+            with pytest.raises(RedisUnavailable, match="read only replica"):
+                refused()
+            refused()
+        lane.announce(ready("c"))
+        wait_until(lambda: "c" in read(reader), what="the successor is read")
+        hub.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "usual", "complaint"),
+    [("maxmemory", 1, 0, "maxmemory"), ("min-replicas-to-write", 1, 0, "replicas")],
+)
+def test_a_server_that_answers_but_takes_no_writes_is_unavailable(hub, raw, setting, value, usual, complaint):
+    """F-16: a ping alone would call it well."""
+    hub.ping()
+    raw.config_set(setting, value)
+    try:
+        assert raw.ping()
+        with pytest.raises(RedisUnavailable, match=complaint):
+            hub.ping()
+    finally:
+        raw.config_set(setting, usual)
+    hub.ping()
+    assert raw.keys() == []
+
+
+def test_a_user_who_may_not_probe_is_believed(hub, raw, settings, redis_url):
+    raw.execute_command("ACL", "SETUSER", "narrow", "on", "nopass", "~*", "+ping")
+    try:
+        narrow = Hub(settings(redis_url=redis_url.replace("redis://", "redis://narrow:x@")))
+        narrow.ping()
+        narrow.close()
+    finally:
+        raw.execute_command("ACL", "DELUSER", "narrow")

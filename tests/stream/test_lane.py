@@ -1,11 +1,14 @@
 """A lane: entries announce jobs, a group delivers them, acknowledging removes them."""
 
 import pytest
+from redis.exceptions import ResponseError
 
+from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import RedisUnavailable, StaleEpoch
 from orchestrator.jobs import Ready
-from orchestrator.stream.hub import DeadLetter, Hub
+from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import LEADER, Entry
+from tests.waiting import wait_until
 
 
 def ready(*names):
@@ -205,7 +208,7 @@ def test_only_entries_idle_long_enough_are_taken(lane, reader):
 def test_a_lane_that_does_not_exist_has_nothing_idle(lane):
     assert walk(lane) == ([], [], 1)
     assert lane.idle_consumers(0) == []
-    assert (lane.length(), lane.job_ids(10)) == (0, set())
+    assert (lane.length(), lane.survey(10).coming) == (0, set())
 
 
 def test_idle_entries_belong_to_the_leader_afterwards(lane, reader, raw):
@@ -235,9 +238,23 @@ def test_a_consumer_with_pending_entries_is_not_forgotten(lane, reader, raw):
 def test_announced_jobs_are_known_delivered_or_not(lane, reader):
     lane.announce(ready("a", "b", "c"))
     reader.read(1, 20)
-    assert lane.job_ids(10) == {"a", "b", "c"}
-    assert lane.job_ids(2) == {"a", "b"}
+    assert lane.survey(10).coming == {"a", "b", "c"}
+    assert lane.survey(2).coming == {"a", "b"}
     assert lane.length() == 3
+
+
+def test_entries_that_nobody_will_get_are_told_apart(lane, reader, raw):
+    """F-13: a deleted consumer takes its pending entries along; XGROUP SETID may jump over those not yet read."""
+    lane.ensure_group()
+    lane.announce(ready("held", "lost", "jumped"))
+    held, lost = reader.read(2, 20)
+    raw.xclaim(lane.key, lane.group, "w2", 0, [lost.entry_id])
+    raw.xgroup_delconsumer(lane.key, lane.group, "w2")
+    raw.xgroup_setid(lane.key, lane.group, "$")
+    lane.announce(ready("new"))
+    assert lane.survey(10).coming == {"held", "new"}
+    assert len(lane.survey(10).skipped) == 2
+    assert held.entry_id not in lane.survey(10).skipped
 
 
 # --- garbage ---
@@ -258,7 +275,7 @@ def test_garbage_is_delivered_as_an_entry_without_a_job(lane, reader, raw, field
     entry_id = raw.xadd(lane.key, fields)
     lane.announce(ready("good"))
     assert reader.read(10, 20)[0] == Entry(entry_id, None)
-    assert lane.job_ids(10) == {"good"}
+    assert lane.survey(10).coming == {"good"}
     assert [entry.job_id for entry in walk(lane)[0]] == [None, "good"]
     lane.ack([entry_id])
     assert lane.length() == 1
@@ -274,9 +291,8 @@ def test_an_entry_deleted_while_pending_is_read_back_without_a_job(hub, lane, ra
 def test_a_key_of_another_type_is_an_error_not_a_crash(hub, lane, raw):
     raw.set(lane.key, "not a stream")
     for call in (
-        lambda: lane.announce(ready("a")),
         lane.length,
-        lambda: lane.job_ids(1),
+        lambda: lane.survey(1).coming,
         lambda: lane.ack(["1-1"]),
         lambda: lane.ack_as_leader(1, ["1-1"]),
         lambda: lane.take_idle("0-0", 0, 1),
@@ -284,6 +300,76 @@ def test_a_key_of_another_type_is_an_error_not_a_crash(hub, lane, raw):
     ):
         with pytest.raises(RedisUnavailable):
             call()
+
+
+LAST = "18446744073709551615-18446744073709551615"
+
+
+@pytest.mark.parametrize("call", ["announce", "unread"])
+def test_a_key_of_another_type_is_put_aside_and_kept(hub, lane, raw, call):
+    raw.set(lane.key, "somebody's")
+    if call == "announce":
+        lane.announce(ready("a"))
+    else:
+        assert lane.unread() == 0
+        lane.announce(ready("a"))
+    assert [entry.job_id for entry in hub.reader(lane, "w").read(1, 20)] == ["a"]
+    (aside,) = raw.keys(f"{{{lane.key}}}:aside:*")
+    assert raw.get(aside) == "somebody's"
+
+
+def test_a_stream_without_ids_left_is_started_over(hub, lane, raw):
+    """BI-20: after this entry every XADD with an id of the server's own fails, also when the entry is deleted."""
+    reader = hub.reader(lane, "w")
+    assert reader.read(1, 20) == []
+    raw.xadd(lane.key, {"job_id": "poison"}, id=LAST)
+    raw.xdel(lane.key, LAST)
+    lane.announce(ready("a", "b"))
+    assert lane.survey(10).coming == {"a", "b"}
+    wait_until(lambda: [entry.job_id for entry in reader.read(2, 20)] == ["a", "b"], what="the lane is read again")
+
+
+def test_only_what_is_beyond_use_is_started_over(lane, raw, monkeypatch):
+    """Another publisher may have mended the lane between our error and our remedy."""
+    lane.announce(ready("a"))
+    failed = iter([ResponseError("ERR The stream has exhausted the last possible ID, unable to add more items")])
+    announce = lane._announce
+
+    def first_fails(**given):
+        for error in failed:
+            raise error
+        return announce(**given)
+
+    monkeypatch.setattr(lane, "_announce", first_fails)
+    lane.announce(ready("b"))
+    assert lane.survey(10).coming == {"a", "b"}
+
+
+@pytest.mark.parametrize("nonsense", ["abc", "", "-1", "1e300", "9" * 30, "0x7f"])
+def test_an_epoch_that_is_no_number_does_not_stop_the_leader(lane, reader, raw, nonsense):
+    lane.announce(ready("a"))
+    (entry,) = reader.read(1, 20)
+    raw.set(f"{{{lane.key}}}:epoch", nonsense)
+    lane.ack_as_leader(3, [entry.entry_id])
+    assert lane.length() == 0
+    assert raw.get(f"{{{lane.key}}}:epoch") == "3"
+
+
+def test_an_epoch_of_another_type_does_not_stop_the_leader(lane, reader, raw):
+    lane.announce(ready("a"))
+    (entry,) = reader.read(1, 20)
+    raw.rpush(f"{{{lane.key}}}:epoch", "3")
+    lane.ack_as_leader(3, [entry.entry_id])
+    assert lane.length() == 0
+
+
+def test_a_refusal_tells_the_epoch_that_refused(lane, reader):
+    lane.announce(ready("a"))
+    (entry,) = reader.read(1, 20)
+    lane.ack_as_leader(41, [entry.entry_id])
+    with pytest.raises(StaleEpoch) as refused:
+        lane.ack_as_leader(2, [entry.entry_id])
+    assert refused.value.newest == 41
 
 
 # --- the hub ---

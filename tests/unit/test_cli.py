@@ -74,7 +74,23 @@ def test_every_command_has_help():
         ["jobs", "submit", "echo", "--payload", "{"],
         ["jobs", "submit", "echo", "--payload", "@missing.json"],
         ["jobs", "list", "--status", "unheard-of"],
+        ["jobs", "list", "--limit", "0"],
+        ["jobs", "list", "--limit", "1e3"],
+        ["jobs", "get", "a", "--wait", "-1"],
+        ["jobs", "wait", "a", "--timeout", "soon"],
+        ["jobs", "submit", "echo", "--min-memory-mb", "2GB"],
+        ["gpus", "--url", "nonsense"],
+        ["gpus", "--url", ""],
+        ["gpus", "--url", "http://"],
+        ["gpus", "--url", "ftp://127.0.0.1"],
+        ["gpus", "--url", "http://host\n"],
+        ["gpus", "--url", "http://127.0.0.1:port"],
         ["duty", "publish"],
+        ["dlq", "redrive", "--rate", "0"],
+        ["dlq", "purge", "--max", "0"],
+        ["dlq", "purge", "--rate", "1"],
+        ["dlq", "list", "--limit", "501"],
+        ["dlq", "show"],
         ["serve", "--port", "many"],
         ["check-config", "--no-such-flag"],
     ],
@@ -262,6 +278,11 @@ def test_an_unreachable_server_is_3_and_says_what_to_try(capsys):
         ["jobs", "get", "a"],
         ["jobs", "submit", "echo"],
         ["leases", "list", "--json"],
+        ["jobs", "cancel", "a"],
+        ["jobs", "retry", "a"],
+        ["dlq", "list"],
+        ["dlq", "show", "a"],
+        ["dlq", "purge", "--yes"],
     ):
         assert run([*arguments, "--url", url]) == 3
         errors = capsys.readouterr().err
@@ -291,6 +312,24 @@ def test_submit_sends_what_was_given_and_nothing_else(server, capsys, tmp_path):
         "job_id": "j",
     }
     assert capsys.readouterr().out == "j  pending\n" * 2
+
+
+def test_what_only_the_server_can_refuse_is_sent_as_it_is(server, capsys):
+    refusal = (400, {"code": "malformed_body", "detail": "no"})
+    for payload in ('{"x": NaN}', '{"x": "\\ud800"}', "[]", '{"x": 1e400}'):
+        server.answers = [refusal]
+        assert run(["jobs", "submit", "echo", "--payload", payload, "--url", server.url]) == 1
+        assert capsys.readouterr().err == "gpuorch: 400 malformed_body: no\n"
+    assert [body["payload"] for _, _, body in server.asked][1:3] == [{"x": "\ud800"}, []]
+
+
+def test_arguments_that_are_no_text(server, capsys):
+    """What a shell passes that is not UTF-8 arrives as halves of characters."""
+    server.answers = [(404, {"code": "job_not_found", "detail": "no"})] * 2
+    assert run(["jobs", "get", "a\udcff/..", "--url", server.url]) == 1
+    assert run(["jobs", "list", "--cursor", "\udcff", "--url", server.url]) == 1
+    one, page = (path for _, path, _ in server.asked)
+    assert one == "/jobs/a%3F%2F.." and "cursor=%3F" in page
 
 
 def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
@@ -332,6 +371,138 @@ def test_listings(server, capsys):
     assert server.asked[0][1] == "/jobs?status=done&limit=50"
     assert run(["workers", "list", "--json", "--url", server.url]) == 0
     assert json.loads(capsys.readouterr().out) == {"workers": [{"worker_id": "w"}]}
+
+
+def test_cancel_and_retry(server, capsys):
+    server.answers = [
+        (202, {"job_id": "a/b", "status": "running", "cancel_requested": True}),
+        (200, {"job_id": "a/b", "status": "cancelled", "cancel_requested": True}),
+        (200, {"job_id": "a/b", "status": "pending", "redrives": 1}),
+        (409, {"code": "redrive_limit", "detail": "too often"}),
+        (200, {"job_id": "a/b", "status": "cancelled", "cancel_requested": True}),
+    ]
+    assert run(["jobs", "cancel", "a/b", "--url", server.url]) == 0
+    assert run(["jobs", "cancel", "a/b", "--url", server.url]) == 0
+    assert run(["jobs", "retry", "a/b", "--url", server.url]) == 0
+    assert run(["jobs", "retry", "a/b", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "a/b  running (its worker was asked to stop it)\na/b  cancelled\na/b  pending\n"
+    assert shown.err == "gpuorch: 409 redrive_limit: too often\n"
+    assert run(["jobs", "cancel", "a/b", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "cancelled"
+    assert [path for _, path, _ in server.asked[:3]] == ["/jobs/a%2Fb/cancel"] * 2 + ["/jobs/a%2Fb/retry"]
+    assert {body for _, _, body in server.asked} == {None}
+
+
+# --- dead letters ---
+
+LETTER = {"job_id": "j", "type": "echo", "reason": "timeout", "last_error": "\x1b[31mred"}
+
+
+def test_dead_letters_are_listed(server, capsys):
+    server.answers = [
+        (200, {"dead_letters": [LETTER], "total": 7, "next_cursor": "more"}),
+        (200, {"dead_letters": [], "total": 0, "next_cursor": None}),
+        (200, {"dead_letters": [LETTER], "total": 1, "next_cursor": None}),
+    ]
+    flags = ["--type", "echo", "--agent", "ann", "--pool", "gold", "--reason", "timeout", "--limit", "1"]
+    assert run(["dlq", "list", *flags, "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    assert "timeout" in shown.out and "\x1b" not in shown.out
+    assert "1 of 7" in shown.err and "--cursor more" in shown.err
+    assert set(server.asked[0][1].split("?")[1].split("&")) == {
+        *("type=echo", "agent=ann", "pool_id=gold", "reason=timeout", "limit=1"),
+    }
+    assert run(["dlq", "list", "--url", server.url]) == 0
+    assert "no dead letters" in capsys.readouterr().out
+    assert run(["dlq", "list", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out)["total"] == 1
+
+
+def test_a_dead_letter_is_shown_with_its_record_and_history(server, capsys):
+    found = [
+        (200, {"dead_letters": [LETTER], "total": 1, "next_cursor": None}),
+        (200, {"job_id": "j", "status": "dead_letter", "payload": {"a": 1}}),
+        (200, {"events": [{"ts": "t", "event_type": "job.dead_letter"}]}),
+    ]
+    server.answers = [*found, *found]
+    assert run(["dlq", "show", "j", "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    assert "timeout" in shown and '{"a": 1}' in shown and "job.dead_letter" in shown
+    assert [path for _, path, _ in server.asked] == ["/dlq?job_id=j", "/jobs/j", "/jobs/j/events"]
+    assert run(["dlq", "show", "j", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"dead_letter", "job", "events"}
+
+
+def test_a_job_that_is_no_dead_letter_says_what_it_is(server, capsys):
+    server.answers = [
+        (200, {"dead_letters": [], "total": 0, "next_cursor": None}),
+        (200, {"job_id": "j", "status": "done"}),
+        (200, {"dead_letters": [], "total": 0, "next_cursor": None}),
+        (404, {"code": "job_not_found", "detail": "no job"}),
+    ]
+    assert run(["dlq", "show", "j", "--url", server.url]) == 1
+    assert "is done, not a dead letter" in capsys.readouterr().err
+    assert run(["dlq", "show", "nobody", "--url", server.url]) == 1
+    assert "job_not_found" in capsys.readouterr().err
+
+
+REDRIVEN = (200, {"matched": 5, "exhausted": 1, "redriven": 4, "dry_run": False})
+PURGED = (200, {"matched": 5, "purged": 5, "dry_run": False})
+
+
+def test_redrive_and_purge_send_what_was_meant(server, capsys):
+    server.answers = [REDRIVEN, REDRIVEN, PURGED]
+    assert run(["dlq", "redrive", "--type", "echo", "--rate", "2.5", "--max", "9", "--url", server.url]) == 0
+    assert run(["dlq", "redrive", "a", "b", "--url", server.url]) == 0
+    assert run(["dlq", "purge", "--yes", "--url", server.url]) == 0
+    assert [(path, body) for _, path, body in server.asked] == [
+        ("/dlq/redrive", {"filter": {"type": "echo"}, "dry_run": False, "max": 9, "rate": 2.5}),
+        ("/dlq/redrive", {"filter": {"job_ids": ["a", "b"]}, "dry_run": False, "max": 1000}),
+        ("/dlq/purge", {"filter": {}, "dry_run": False, "max": 1000}),
+    ]
+    shown = capsys.readouterr().out
+    assert "redriven   4" in shown and "exhausted  1" in shown and "purged   5" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asks"),
+    [
+        (["redrive"], True),
+        (["redrive", "--rate", "1"], True),
+        (["redrive", "--agent", "ann"], False),
+        (["redrive", "--dry-run"], False),
+        (["redrive", "--yes"], False),
+        (["purge"], True),
+        (["purge", "--agent", "ann"], True),
+        (["purge", "a"], True),
+        (["purge", "--dry-run"], False),
+        (["purge", "a", "--yes"], False),
+    ],
+)
+def test_what_may_hurt_is_asked_about_or_needs_yes(server, capsys, monkeypatch, arguments, asks):
+    answer = {"matched": 5, "exhausted": 1, "dry_run": "--dry-run" in arguments, "redriven": 0, "purged": 0}
+    server.answers = [(200, answer)] * 2
+    # Nobody is there: refused as wrong usage, nothing is sent.
+    assert run(["dlq", *arguments, "--url", server.url]) == (2 if asks else 0)
+    assert ("--yes" in capsys.readouterr().err) == asks
+    assert len(server.asked) == (0 if asks else 1)
+    # Somebody is: no is no, yes is yes.
+    if asks:
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+        for reply, code, sent in ((False, 1, 0), (True, 0, 1)):
+            monkeypatch.setattr(click, "confirm", lambda _text, reply=reply: reply)
+            assert run(["dlq", *arguments, "--url", server.url]) == code
+            assert len(server.asked) == sent
+
+
+def test_a_dry_run_says_so(server, capsys):
+    looked = {"matched": 5, "exhausted": 0, "redriven": 0, "dry_run": True, "would_be": 5, "sample": ["a"]}
+    server.answers = [(200, looked), (200, looked)]
+    assert run(["dlq", "redrive", "--dry-run", "--url", server.url]) == 0
+    assert "none, this was a dry run" in capsys.readouterr().out
+    assert run(["dlq", "redrive", "--dry-run", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == looked
 
 
 # --- tables ---

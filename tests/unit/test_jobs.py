@@ -25,6 +25,7 @@ from orchestrator.jobs import (
     new_job_id,
 )
 from orchestrator.jsontext import canonical_json
+from orchestrator.settings import RetryRule, Settings
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=30.0, max_crashes=2)
 
@@ -36,25 +37,27 @@ def prepare(max_bytes=1 << 20, **fields):
 # --- states ---
 
 
-def test_no_arrow_leaves_a_terminal_state():
-    assert all(arrow.source.isdisjoint(TERMINAL) for arrow in ARROWS)
+def test_only_an_operator_leads_out_of_an_ending_and_never_out_of_a_good_one():
+    leaving = [arrow for arrow in ARROWS if not arrow.source.isdisjoint(TERMINAL)]
+    assert leaving == [jobs.REDRIVE]
+    assert jobs.REDRIVE.source == TERMINAL - {Status.DONE, Status.SKIPPED}
 
 
-def test_every_state_is_reached_and_every_other_one_left():
-    targets = {arrow.target for arrow in ARROWS} | {Status.PENDING}
-    # `cancelled` is written by no arrow yet; nothing may leave it all the same.
-    assert set(Status) - targets <= {Status.CANCELLED}
-    assert {state for arrow in ARROWS for state in arrow.source} == set(Status) - TERMINAL
+def test_every_state_is_reached_and_left_unless_it_is_a_good_end():
+    assert {arrow.target for arrow in ARROWS} == set(Status)
+    assert {state for arrow in ARROWS for state in arrow.source} == set(Status) - {Status.DONE, Status.SKIPPED}
 
 
 def test_an_attempt_may_end_from_both_owned_states():
-    for arrow in (jobs.FINISH, jobs.SKIP, jobs.FAIL, jobs.BURY, jobs.RETRY, jobs.HAND_BACK):
+    for arrow in (jobs.FINISH, jobs.SKIP, jobs.FAIL, jobs.BURY, jobs.RETRY, jobs.HAND_BACK, jobs.STOP):
         assert arrow.source == OWNED
 
 
 def test_events_are_unique_names():
-    events = [arrow.event for arrow in ARROWS if arrow is not jobs.DEFER]
+    """A cancelled job is cancelled, whether it waited or ran: that is one event."""
+    events = [arrow.event for arrow in ARROWS if arrow not in {jobs.DEFER, jobs.CANCEL}]
     assert len(set(events)) == len(events)
+    assert jobs.CANCEL.event == jobs.STOP.event
     assert all(event and event.startswith("job.") for event in events)
     assert jobs.DEFER.event is None and jobs.DEFER.source == {jobs.DEFER.target}
 
@@ -234,6 +237,10 @@ def test_other_content_has_another_fingerprint():
         {"max_attempts": 3},
         {"tags": ["x"]},
         {"min_memory_mb": 0},
+        {"deadline_at": "2999-01-01T00:00:00Z"},
+        {"earliest_start_at": "2999-01-01T00:00:00Z"},
+        {"retry_base_sec": 1},
+        {"retry_cap_sec": 1},
     ]
     hashes = {prepare(**({"payload": {"a": 1}} | variant)).content_hash for variant in variants}
     assert len(hashes) == len(variants)
@@ -298,3 +305,69 @@ def test_backoff_stays_within_its_bounds(attempts, base, cap, spin):
 def test_backoff_doubles_up_to_its_cap_and_is_jittered():
     assert [backoff(n, POLICY, 1.0) for n in (1, 2, 3, 6, 7, 5000)] == [1, 2, 4, 30, 30, 30]
     assert len({backoff(5, POLICY) for _ in range(20)}) > 10
+
+
+# --- deadlines ---
+
+
+def test_a_deadline_in_another_zone_is_the_same_moment():
+    utc, zoned = (prepare(deadline_at=text) for text in ("2999-01-01T12:00:00Z", "2999-01-01T13:00:00+01:00"))
+    assert utc.deadline == zoned.deadline and utc.content_hash == zoned.content_hash
+
+
+@pytest.mark.parametrize("text", [1, "4102444800", "soon", "2999-01-01T12:00:00", "0001-01-01T00:00:00+14:00", True])
+def test_what_is_no_moment_is_no_deadline(text):
+    """BI-7."""
+    with pytest.raises(InvalidInput) as refused:
+        prepare(deadline_at=text)
+    assert refused.value.field == "deadline_at"
+
+
+def test_a_deadline_before_the_start_is_refused():
+    with pytest.raises(InvalidInput, match="could never run"):
+        prepare(earliest_start_at="2999-01-01T00:00:00Z", deadline_at="2999-01-01T00:00:00Z")
+
+
+# --- policies ---
+
+BY_TYPE = RetryPolicy(
+    base_s=1.0,
+    cap_s=30.0,
+    max_crashes=2,
+    by_type={
+        "embed": RetryRule(max_attempts=2, base_s=4.0, cap_s=8.0),
+        "slow": RetryRule(base_s=100.0),
+        "eager": RetryRule(cap_s=3.0),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "base_s", "cap_s", "attempts"),
+    [
+        (("other", None, None), 1.0, 30.0, 5),
+        (("other", 2.0, None), 2.0, 30.0, 5),
+        (("other", 90.0, None), 90.0, 90.0, 5),  # who asks for a longer first wait means it
+        (("other", None, 7.0), 1.0, 7.0, 5),
+        (("embed", None, None), 4.0, 8.0, 2),
+        (("embed", 6.0, 60.0), 6.0, 60.0, 2),
+        (("embed", 20.0, None), 20.0, 20.0, 2),  # the job's word counts more than its type's
+        (("slow", None, None), 100.0, 100.0, 5),
+        (("slow", None, 5.0), 100.0, 5.0, 5),
+        (("eager", None, None), 1.0, 3.0, 5),
+    ],
+)
+def test_a_job_beats_its_type_and_its_type_beats_the_rest(asked, base_s, cap_s, attempts):
+    policy = BY_TYPE.for_job(*asked)
+    assert (policy.base_s, policy.cap_s, policy.max_attempts, policy.max_crashes) == (base_s, cap_s, attempts, 2)
+
+
+def test_a_job_like_all_others_costs_no_new_policy():
+    assert BY_TYPE.for_job("other") is BY_TYPE
+
+
+def test_the_policy_is_that_of_the_settings():
+    chosen = Settings(
+        retry_base_s=2.0, retry_cap_s=9.0, max_crashes=4, job_retry_max=7, retry_by_type={"a": RetryRule()}
+    )
+    assert RetryPolicy.of(chosen) == RetryPolicy(2.0, 9.0, 4, 7, {"a": RetryRule()})

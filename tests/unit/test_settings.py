@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator.errors import ConfigError
-from orchestrator.settings import FIELDS, RELATIONS, Loaded, Settings, describe, load, safe_url
+from orchestrator.settings import FIELDS, RELATIONS, Loaded, RetryRule, Settings, describe, load, safe_url
 
 MARIADB = "mysql+pymysql://orch:s3cr3t@db:3306/orchestrator"
 REDIS = "rediss://:s3cr3t@redis:6379/1"
@@ -129,6 +129,61 @@ def test_a_nested_table_is_not_a_setting(config):
     assert "unknown setting worker " in the_refusal(config_file=config("[worker]\nslots = 3\n"))
 
 
+# Rules by job type: a table in the file, JSON elsewhere.
+
+RULES = {"embed": RetryRule(max_attempts=3, base_s=0.5), "a.b:c-d": RetryRule(cap_s=9.0)}
+RULES_TEXT = '{"embed": {"max_attempts": 3, "base_s": 0.5}, "a.b:c-d": {"cap_s": 9.0}}'
+
+
+def test_rules_by_type_are_a_table_in_the_file_and_json_elsewhere(config):
+    path = config('[retry_by_type.embed]\nmax_attempts = 3\nbase_s = 0.5\n[retry_by_type."a.b:c-d"]\ncap_s = 9.0\n')
+    assert load(config_file=path, environ={}).settings.retry_by_type == RULES
+    assert load(environ={"ORCH_RETRY_BY_TYPE": RULES_TEXT}).settings.retry_by_type == RULES
+    assert load({"retry_by_type": RULES_TEXT}, environ={}).settings.retry_by_type == RULES
+    assert load(environ={"ORCH_RETRY_BY_TYPE": ""}).settings.retry_by_type == {}
+
+
+def test_rules_by_type_survive_the_way_to_a_child():
+    settings = Settings(retry_by_type=RULES)
+    assert settings.environment().keys() == {"ORCH_RETRY_BY_TYPE"}
+    assert load(environ=settings.environment()).settings == settings
+    shown = {row.field: row.value for row in describe(Loaded(settings, dict.fromkeys(FIELDS, "default")))}
+    assert shown["retry_by_type"] == RULES_TEXT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"embed": {"max_attempt": 3}}',
+        '{"embed": {"max_attempts": 0}}',
+        '{"embed": {"max_attempts": 101}}',
+        '{"embed": {"max_attempts": 1.5}}',
+        '{"embed": {"base_s": 0}}',
+        '{"embed": {"base_s": 1e400}}',
+        '{"embed": {"base_s": NaN}}',
+        '{"embed": {"cap_s": -1}}',
+        '{"embed": {"cap_s": "1"}}',
+        '{"embed": 3}',
+        '{"em bed": {}}',
+        '{"": {}}',
+        '["embed"]',
+        "null",
+        "3",
+        "embed",
+        "{",
+        "[" * 100_000,
+    ],
+)
+def test_rules_by_type_that_make_no_sense_are_refused(text):
+    """BI-7, BI-22."""
+    assert the_refusal(environ={"ORCH_RETRY_BY_TYPE": text}).startswith("retry_by_type = ")
+
+
+def test_a_wrong_rule_is_named():
+    message = the_refusal(environ={"ORCH_RETRY_BY_TYPE": '{"embed": {"max_attempt": 3}}'})
+    assert message.endswith("(environment ORCH_RETRY_BY_TYPE): embed.max_attempt: Extra inputs are not permitted")
+
+
 # Wrong values.
 
 
@@ -143,11 +198,29 @@ def test_a_nested_table_is_not_a_setting(config):
         ("database_url", "mysql://u@h:port/db"),
         ("database_url", "mysql://u@h/d b"),
         ("database_url", "mysql://u@h/db\n"),
+        ("database_url", "mysql://u@h/db?foo=bar"),
+        ("database_url", "mysql://u@h/db?charset=klingon"),
+        ("database_url", "mysql://u@h/db?read_timeout=0"),
+        ("database_url", "mysql://u@h/db?ssl_ca="),
+        ("database_url", "mysql://u@%ff/db"),
+        ("database_url", "mysql://u@h,i/db"),
+        ("database_url", "sqlite:///x.db?mode=ro"),
         ("redis_url", "http://h"),
         ("redis_url", "redis"),
         ("redis_url", "redis://h:6379/zero"),
         ("redis_url", "redis://h:99999"),
         ("redis_url", "unix://"),
+        ("redis_url", "redis://h/123456"),
+        ("redis_url", "redis://%ff"),
+        ("redis_url", "redis://h?foo=bar"),
+        ("redis_url", "redis://h?db=1"),
+        ("redis_url", "redis://h?socket_timeout=9999"),
+        ("redis_url", "redis://h?decode_responses=true"),
+        ("redis_url", "redis://h?retry=5"),
+        ("redis_url", "redis://h?client_name="),
+        ("redis_url", "redis://h?ssl_ca_certs=/ca.pem"),
+        ("redis_url", "unix:///r.sock?db=x"),
+        ("redis_url", "unix:///r.sock?db="),
         ("host", "example.org"),
         ("host", ""),
         ("port", "-1"),
@@ -278,6 +351,14 @@ def test_what_comes_later_says_so(key, text, message):
         ("redis_url", "redis://h", "redis://h"),
         ("redis_url", REDIS, REDIS),
         ("redis_url", "unix:///run/redis.sock?db=2", "unix:///run/redis.sock?db=2"),
+        (
+            "database_url",
+            "mysql+pymysql://u@h/db?ssl_ca=/ca.pem&ssl_verify_cert=true",
+            "mysql+pymysql://u@h/db?ssl_ca=/ca.pem&ssl_verify_cert=true",
+        ),
+        ("database_url", "mysql+pymysql://u@[::1]:1/db", "mysql+pymysql://u@[::1]:1/db"),
+        ("redis_url", "rediss://h?ssl_ca_certs=/ca.pem", "rediss://h?ssl_ca_certs=/ca.pem"),
+        ("redis_url", "redis://h?client_name=me&password=p", "redis://h?client_name=me&password=p"),
         ("host", "::1", "::1"),
         ("host", "127.8.8.8", "127.8.8.8"),
         ("host", "localhost", "localhost"),
@@ -312,6 +393,7 @@ def test_a_missing_file(tmp_path):
     assert the_refusal(config_file=missing) == expected
     assert the_refusal(environ={"ORCH_CONFIG": str(missing)}) == expected
     assert "Is a directory" in the_refusal(environ={"ORCH_CONFIG": str(tmp_path)})
+    assert "Is a directory" in the_refusal(environ={"ORCH_CONFIG": ""})
 
 
 def test_without_its_file_nothing_is_said_about_relations(config):
@@ -452,6 +534,7 @@ def test_nothing_printed_holds_a_password():
         {"database_url": ["mysql://u:s3cr3t@h/db"]},
         {"redis_url": {"password": "s3cr3t"}},
         {"redis_url": "redis+sentinel://:s3cr3t@h"},
+        {"redis_url": "redis://h?password=s3cr3t&foo=bar"},
         {"host": "redis://:s3cr3t@h"},
         {"s3cr3t_key": "s3cr3t"},
     ],

@@ -1,5 +1,6 @@
 """A worker that stops without dying: SIGSTOP, a debugger, a paused virtual machine."""
 
+import os
 import signal
 
 import pytest
@@ -46,3 +47,14 @@ def freeze_inside_a_transaction(cluster, worker):
         holder.execute(select(schema.gpus).with_for_update()).all()
         wait_until(lambda: cluster.db.read(lambda conn: conn.execute(waits).scalar_one()), what="a waiting heartbeat")
         worker.send(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
+def test_a_frozen_slot_does_not_keep_jobs_from_the_others(cluster, orchestrator):
+    worker = cluster.worker()
+    frozen = min(worker.children())
+    os.kill(frozen, signal.SIGSTOP)
+    # Larger than a pipe: whoever is given the first one cannot be sent the whole of it.
+    for job_id in [submit(orchestrator, "echo", {"data": "x" * 900_000}) for _ in range(3)]:
+        cluster.wait_for(job_id, "done")
+    assert frozen not in worker.children()

@@ -22,11 +22,15 @@ def hand(db) -> Hand:
 
 
 @pytest.fixture
-def ledger(db, hand: Hand, redis_url: str, settings) -> Iterator[Ledger]:
+def stuck() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def ledger(db, hand: Hand, redis_url: str, settings, stuck) -> Iterator[Ledger]:
     hub = Hub(settings(redis_url=redis_url))
     opened = Ledger(
         db,
-        hub,
         hub.lane("default"),
         hand.by,
         POLICY,
@@ -34,6 +38,7 @@ def ledger(db, hand: Hand, redis_url: str, settings) -> Iterator[Ledger]:
         held=set,
         claim_is_near=lambda: False,
         on_settled=lambda _settled: None,
+        on_stuck=stuck.set,
     )
     yield opened
     opened.close(5.0)
@@ -86,6 +91,14 @@ def test_an_end_that_can_never_be_stored_fails_its_job_and_no_other(db, hand, le
     wait_until(lambda: row(db, good.job_id).status == "done", what="done")
     assert row(db, bad.job_id).error_kind == "bad_result"
     assert active_leases(db) == []
+
+
+def test_when_not_even_the_failure_can_be_stored_the_worker_gives_itself_up(db, hand, ledger, monkeypatch, stuck):
+    (bad,) = hand.claim(*submit(db))
+    refused = DataError("INSERT …", {}, Exception(1406, "Data too long"))
+    fail_first(db, monkeypatch, refused, refused)
+    ledger.note(done(bad), "1-1")
+    assert stuck.wait(10), "otherwise its job would stay owned for ever"
 
 
 def refuse_one(db, monkeypatch, job_id: str) -> None:

@@ -1,0 +1,258 @@
+"""Dead letters: jobs that were given up, until an operator redrives or purges them.
+
+A letter is written in the transaction that ends its job. The leader tells the dead-letter stream of it later, at
+least once; the rows here are the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, insert, or_, select, update
+
+from orchestrator import jobs as job_rules
+from orchestrator.dead_letters import DeadLetter
+from orchestrator.errors import JobNotFound, NotRedrivable, RedriveLimit
+from orchestrator.jobs import Status
+from orchestrator.store import audit, leases, ownership, paging
+from orchestrator.store.dialect import by_key, in_order, walking
+from orchestrator.store.moves import by_attempt, move
+from orchestrator.store.schema import dead_letters, jobs
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which dead letters are meant; all of them unless something is named."""
+
+    job_ids: tuple[str, ...] = ()
+    type: str | None = None
+    agent: str | None = None
+    pool_id: str | None = None
+    reason: str | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        named = (
+            (jobs.c.type, self.type),
+            (jobs.c.agent, self.agent),
+            (jobs.c.lane, self.pool_id),
+            (dead_letters.c.reason, self.reason),
+        )
+        listed = [dead_letters.c.job_id.in_(self.job_ids)] if self.job_ids else []
+        return [*listed, *(column == value for column, value in named if value is not None)]
+
+
+_BESIDE_ITS_JOB = dead_letters.join(jobs, jobs.c.job_id == dead_letters.c.job_id)
+
+
+def add(conn: Connection, job_id: str, reason: str, attempts: int, origin_id: str) -> None:
+    conn.execute(
+        insert(dead_letters), {"job_id": job_id, "reason": reason, "attempts": attempts, "origin_id": origin_id}
+    )
+
+
+# ── the leader tells the stream ─────────────────────────────────────────────────────────────────────────────────
+
+
+def untold(conn: Connection, limit: int) -> list[DeadLetter]:
+    """Letters that the stream has not been told of."""
+    rows = conn.execute(
+        in_order(
+            select(
+                dead_letters.c.job_id,
+                dead_letters.c.origin_id,
+                dead_letters.c.attempts,
+                jobs.c.last_error,
+                dead_letters.c.reason,
+            )
+        )
+        .select_from(_BESIDE_ITS_JOB)
+        .where(dead_letters.c.entry_id.is_(None))
+        .limit(limit)
+    )
+    return [DeadLetter(row.job_id, row.origin_id, row.attempts, row.last_error or "", row.reason) for row in rows]
+
+
+def told(conn: Connection, entry_ids: dict[str, str]) -> int:
+    """Remember under which entry each letter stands in the stream."""
+    for job_id, entry_id in sorted(entry_ids.items()):  # in the order in which others lock them
+        conn.execute(update(dead_letters).where(dead_letters.c.job_id == job_id).values(entry_id=entry_id))
+    return len(entry_ids)
+
+
+# ── operators look, redrive and purge ───────────────────────────────────────────────────────────────────────────
+
+
+def count(conn: Connection, wanted: Filter | None = None) -> int:
+    conditions = wanted.conditions() if wanted else []
+    if not conditions:
+        return int(conn.execute(select(func.count()).select_from(dead_letters)).scalar_one())
+    query = in_order(select(func.count())).select_from(_BESIDE_ITS_JOB)
+    return int(conn.execute(query.where(*conditions)).scalar_one())
+
+
+def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
+    """Latest first; the cursor of the next page, or None at the end."""
+    conditions = wanted.conditions()
+    if cursor is not None:
+        buried_at, job_id = paging.decode(cursor)
+        same_moment = and_(dead_letters.c.buried_at == buried_at, dead_letters.c.job_id < job_id)
+        conditions.append(or_(dead_letters.c.buried_at < buried_at, same_moment))
+    query = in_order(
+        select(
+            dead_letters.c.job_id,
+            dead_letters.c.reason,
+            dead_letters.c.attempts,
+            dead_letters.c.origin_id,
+            dead_letters.c.buried_at,
+            jobs.c.type,
+            jobs.c.agent,
+            jobs.c.lane.label("pool_id"),
+            jobs.c.redrives,
+            jobs.c.last_error,
+        )
+    )
+    rows = conn.execute(
+        _by_time(query, wanted)
+        .where(*conditions)
+        .order_by(dead_letters.c.buried_at.desc(), dead_letters.c.job_id.desc())
+        .limit(limit + 1)
+    ).all()
+    following = paging.encode(rows[limit - 1].buried_at, rows[limit - 1].job_id) if len(rows) > limit else None
+    return [row._asdict() for row in rows[:limit]], following
+
+
+def _by_time(query: Select[Any], wanted: Filter) -> Select[Any]:
+    """Along the index by time, unless ids are named, which lead to their rows directly."""
+    beside = query.select_from(_BESIDE_ITS_JOB)
+    return beside if wanted.job_ids else walking(beside, dead_letters, "ix_dead_letters_time")
+
+
+class _Found(NamedTuple):
+    """A job that ended, locked."""
+
+    job_id: str
+    entry_id: str | None
+    attempt: int
+    redrives: int
+    lane: str
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Letters that left: their jobs, the lanes that got them back, and the entries that told of them."""
+
+    job_ids: list[str]
+    lanes: set[str]
+    entry_ids: list[str]
+
+
+def matching(conn: Connection, wanted: Filter, limit: int, redrive_max: int | None = None) -> list[str]:
+    """The oldest letters that are meant; with `redrive_max`, only those that may start over.
+
+    Whoever changes them names them: a transaction that runs again after a lost answer then meets its own work,
+    not the next letters.
+    """
+    again = [] if redrive_max is None else [jobs.c.redrives < redrive_max]
+    return list(
+        conn.execute(
+            _by_time(in_order(select(dead_letters.c.job_id)), wanted)
+            .where(*wanted.conditions(), *again)
+            .order_by(dead_letters.c.buried_at, dead_letters.c.job_id)
+            .limit(limit)
+        ).scalars()
+    )
+
+
+def exhausted(conn: Connection, wanted: Filter, redrive_max: int) -> int:
+    """How many of those that are meant were started over as often as allowed."""
+    query = in_order(select(func.count())).select_from(_BESIDE_ITS_JOB)
+    return int(conn.execute(query.where(*wanted.conditions(), jobs.c.redrives >= redrive_max)).scalar_one())
+
+
+def redrive(
+    conn: Connection, job_ids: Sequence[str], redrive_max: int, delay: Callable[[int], float], actor: str | None
+) -> Removed:
+    """Dead letter → pending for those of these that still are, and were not redriven too often already.
+
+    `delay(n)` is how many seconds the n-th of them waits: a crowd that failed together need not come back together.
+    """
+    found = [row for row in _lock(conn, job_ids) if row.redrives < redrive_max]
+    place = {job_id: n for n, job_id in enumerate(job_ids)}
+    _redrive(conn, found, {row.job_id: delay(place[row.job_id]) for row in found}, actor)
+    return _removed(found)
+
+
+def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | None, nth: int | None = None) -> Removed:
+    """Start one job over, dead letter or otherwise badly ended.
+
+    `nth` says which of its restarts this is, so that asking for the same one again is no error. Raises
+    JobNotFound, NotRedrivable or RedriveLimit.
+    """
+    letter = select(dead_letters.c.entry_id).where(dead_letters.c.job_id == job_id).with_for_update()
+    entry_id = conn.execute(letter).scalar()
+    row = ownership.lock(conn, [job_id]).get(job_id)
+    if row is None:
+        raise JobNotFound(job_id)
+    if row.status == Status.PENDING and row.redrives == nth:
+        return Removed([job_id], {row.lane}, [])
+    if row.status not in job_rules.REDRIVE.source:
+        raise NotRedrivable(job_id, row.status)
+    if row.redrives >= redrive_max:
+        raise RedriveLimit(job_id, redrive_max)
+    found = _Found(job_id, entry_id, row.attempt, row.redrives, row.lane)
+    _redrive(conn, [found], {job_id: 0.0}, actor)
+    return _removed([found])
+
+
+def purge(conn: Connection, job_ids: Sequence[str], actor: str | None) -> Removed:
+    """Forget those of these that are dead letters, rows and all; only the audit trail remembers them.
+
+    One that still has a lease, because its worker vanished, stays until that ends: its id may be submitted again at
+    once, and the new job's lease would bear the same name.
+    """
+    dead = _lock(conn, job_ids)
+    held = leases.forget_jobs(conn, [row.job_id for row in dead])
+    found = [row for row in dead if row.job_id not in held]
+    ids = [row.job_id for row in found]
+    conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(ids)))
+    conn.execute(delete(jobs).where(jobs.c.job_id.in_(ids), jobs.c.status == Status.DEAD_LETTER))
+    audit.record(conn, [_event("job.purged", row, actor) for row in found])
+    return _removed(found)
+
+
+def _lock(conn: Connection, job_ids: Sequence[str]) -> list[_Found]:
+    """Those of these that are dead letters, oldest first.
+
+    Waits for whoever changes one of them: a letter that was passed over would be missing from the count. Letters are
+    locked by key and before their jobs, by everybody, so nobody waits in a circle.
+    """
+    query = select(dead_letters.c.job_id, dead_letters.c.entry_id, jobs.c.attempt, jobs.c.redrives, jobs.c.lane)
+    rows = conn.execute(
+        by_key(in_order(query).select_from(_BESIDE_ITS_JOB), dead_letters, jobs)
+        .where(dead_letters.c.job_id.in_(job_ids), jobs.c.status == Status.DEAD_LETTER)
+        .order_by(dead_letters.c.buried_at, dead_letters.c.job_id)
+        .with_for_update()
+    )
+    return [_Found(*row) for row in rows]
+
+
+def _redrive(conn: Connection, rows: Sequence[_Found], delays: Mapping[str, float], actor: str | None) -> None:
+    for delay_s in sorted(set(delays.values())):
+        for attempt, ids in by_attempt([row for row in rows if delays[row.job_id] == delay_s]):
+            moved = move(conn, job_rules.REDRIVE, attempt, ids, delay_s=delay_s)
+            assert moved == len(ids), "rows are locked, nobody else can have moved them"
+    conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(list(delays))))
+    audit.record(conn, [_event(str(job_rules.REDRIVE.event), row, actor) for row in rows])
+
+
+def _event(name: str, row: _Found, actor: str | None) -> audit.Event:
+    details = {"redrives": row.redrives + (name == job_rules.REDRIVE.event)}
+    return audit.Event(name, job_id=row.job_id, attempt=row.attempt, pool_id=row.lane, actor=actor, details=details)
+
+
+def _removed(rows: Sequence[_Found]) -> Removed:
+    return Removed(
+        [row.job_id for row in rows], {row.lane for row in rows}, [row.entry_id for row in rows if row.entry_id]
+    )

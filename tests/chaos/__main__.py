@@ -1,0 +1,131 @@
+"""`make chaos`: a cluster of real processes under load and faults, then the check of every invariant.
+
+python -m tests.chaos [--jobs 20000] [--faults 200] [--minutes M] [--seed N] [--json]   the storm
+python -m tests.chaos --recovery [--kills 50]    from SIGKILL of a worker to the second start of its jobs
+python -m tests.chaos --flushall [--jobs 5000]   what a FLUSHALL costs
+python -m tests.chaos --break NAME               a build with a guard removed must be caught
+"""
+
+import argparse
+import dataclasses
+import json
+import secrets
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import broken, flushall, recovery
+from tests.chaos.faults import FAULTS
+from tests.chaos.kinds import KINDS
+from tests.chaos.run import Plan, Report, run
+
+#: With --minutes: faults and jobs for each of them.
+FAULTS_PER_MINUTE, JOBS_PER_MINUTE = 20, 2000
+#: Violations of each invariant that are shown, and jobs whose whole history is.
+SHOWN = 5
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
+    if options.recovery:
+        return _show(recovery.measure(options.kills, _tell), options)
+    if options.flushall:
+        return _show(flushall.measure(options.jobs or 5000, _tell), options)
+    with tempfile.TemporaryDirectory(prefix="orch-broken-") as folder:
+        plan = _plan(options)
+        if options.sabotage:
+            plan = dataclasses.replace(plan, build=broken.build(options.sabotage, Path(folder)))
+        report = run(plan, _tell, options.folder)
+    return _report(report, options)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    if options.minutes:
+        options.faults = round(options.minutes * FAULTS_PER_MINUTE)
+        options.jobs = round(options.minutes * JOBS_PER_MINUTE)
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    names = options.only.split(",") if options.only else [fault.name for fault in FAULTS]
+    only = [fault for fault in FAULTS if fault.name in names]
+    times: dict[str, Any] = {"times": {}} if options.defaults else {}
+    kinds = options.kinds.split(",") if options.kinds else [kind.name for kind in KINDS]
+    chosen = tuple(kind for kind in KINDS if kind.name in kinds)
+    return Plan(seed, options.jobs or 20_000, options.faults, only=only, kinds=chosen, **times)
+
+
+def _report(report: Report, options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps(_as_json(report), indent=1))
+    else:
+        _print(report)
+    return 1 if report.violations else 0
+
+
+def _print(report: Report) -> None:
+    for name, value in report.figures.items():
+        print(f"  {name:28s} {value}")
+    for message, (count, first) in report.traces.items():
+        print(f"  unexpected exception, {count} times: {message}\n{first}\n")
+    jobs = list(dict.fromkeys(violation.job_id for violation in report.violations if violation.job_id))
+    counted = Counter(violation.invariant for violation in report.violations)
+    for invariant, count in counted.most_common():
+        print(f"VIOLATIONS of {invariant}: {count}")
+        for violation in [found for found in report.violations if found.invariant == invariant][:SHOWN]:
+            print(f"  {violation}")
+    for job_id in jobs[:SHOWN]:
+        print(f"  history of {job_id}\n{report.history.of(job_id)}")
+    if report.violations:
+        print(f"seed {report.plan.seed}: {len(report.violations)} violations, {len(jobs)} jobs concerned")
+    else:
+        print(f"seed {report.plan.seed}: every invariant held")
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    jobs = list(dict.fromkeys(violation.job_id for violation in report.violations if violation.job_id))
+    return {
+        "seed": report.plan.seed,
+        "figures": report.figures,
+        "violations": [str(violation) for violation in report.violations],
+        "histories": {job_id: report.history.of(job_id).splitlines() for job_id in jobs[:SHOWN]},
+        "exceptions": {message: count for message, (count, _) in report.traces.items()},
+    }
+
+
+def _show(figures: dict[str, Any], options: argparse.Namespace) -> int:
+    if options.json:
+        print(json.dumps(figures, indent=1))
+    else:
+        for name, value in figures.items():
+            print(f"  {name:28s} {value}")
+    return 0 if figures["ok"] else 1
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, help="jobs to submit (20000; with --flushall 5000)")
+    parser.add_argument("--faults", type=int, default=200, help="faults to inject")
+    parser.add_argument("--minutes", type=float, help="about this long instead: minutes or hours")
+    parser.add_argument("--seed", type=int, help="draw the same jobs and faults as an earlier run")
+    parser.add_argument("--only", metavar="FAULT,…", help=f"only these: {', '.join(fault.name for fault in FAULTS)}")
+    parser.add_argument("--kinds", metavar="KIND,…", help=f"only these: {', '.join(kind.name for kind in KINDS)}")
+    parser.add_argument("--defaults", action="store_true", help="default times instead of short ones; takes longer")
+    parser.add_argument("--break", dest="sabotage", choices=sorted(broken.BUILDS), help="run a broken build")
+    parser.add_argument("--folder", type=Path, help="keep logs and the ledger there")
+    parser.add_argument("--recovery", action="store_true", help="measure the time from SIGKILL to the second start")
+    parser.add_argument("--kills", type=int, default=50, help="kills for --recovery")
+    parser.add_argument("--flushall", action="store_true", help="measure the delay of a FLUSHALL")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

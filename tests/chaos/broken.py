@@ -1,0 +1,88 @@
+"""Builds with a guard removed: copies of the packages with a few words changed. The checker must catch each."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.sites import ROOT
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace a text that stands exactly once in a file."""
+
+    path: str
+    old: str
+    new: str
+
+
+BUILDS: dict[str, tuple[Edit, ...]] = {
+    # A worker that was declared lost wakes up and ends the job that another one runs by now.
+    "attempt-guard": (
+        Edit(
+            "orchestrator/store/moves.py",
+            'jobs.c.attempt == bindparam("owned_attempt"),',
+            'bindparam("owned_attempt", type_=Float) > -1,',
+        ),
+        Edit(
+            "orchestrator/store/settle.py",
+            "return row is not None and row.attempt == event.attempt and row.status in states",
+            "return row is not None and row.status in states",
+        ),
+    ),
+    # Every entry leads to a claim, whatever state its job is in.
+    "status-guard": (
+        Edit("orchestrator/store/moves.py", "jobs.c.status.in_(sources),", "jobs.c.status.is_not(None),"),
+        Edit("orchestrator/store/claim.py", "jobs.c.queued.in_(_CLAIMABLE)", "jobs.c.status.is_not(None)"),
+    ),
+    # Jobs are in the stream before their rows are committed.
+    "publish-before-commit": (
+        Edit(
+            "orchestrator/daemon.py",
+            "        verdicts = submit_jobs(",
+            "        from orchestrator.jobs import Ready\n"
+            "        for job in batch:\n"
+            "            self.hub.lane(job.spec.pool_id).announce([Ready(job.job_id, job.spec.type, None)])\n"
+            "        verdicts = submit_jobs(",
+        ),
+    ),
+    # Jobs are accepted before their rows are committed.
+    "answer-before-commit": (
+        Edit(
+            "orchestrator/daemon.py",
+            "        return self._submits.submit(Submission(tuple(new_jobs)))",
+            "        self._submits.post(Submission(tuple(new_jobs)))\n"
+            "        accepted: Future[list[Verdict]] = Future()\n"
+            "        accepted.set_result([Verdict.CREATED] * len(new_jobs))\n"
+            "        return accepted",
+        ),
+    ),
+    # Memory is taken from the GPU that looked free a moment ago.
+    "lease-guard": (
+        Edit(
+            "orchestrator/store/leases.py",
+            '        gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,\n',
+            "",
+        ),
+    ),
+    # The lease of an attempt outlives it.
+    "lease-leak": (
+        Edit(
+            "orchestrator/store/settle.py",
+            "        leases.free(conn, [end.lease_key",
+            "        _ = (conn, [end.lease_key",
+        ),
+    ),
+}
+
+
+def build(name: str, folder: Path) -> Path:
+    """A copy of the packages with that build's edits; its folder."""
+    for package in ("orchestrator", "worker", "sql"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for edit in BUILDS[name]:
+        path = folder / edit.path
+        text = path.read_text()
+        assert text.count(edit.old) == 1, f"{edit.path} has {text.count(edit.old)} times: {edit.old}"
+        path.write_text(text.replace(edit.old, edit.new))
+    return folder

@@ -1,0 +1,82 @@
+"""BI-20: whoever can write to our keys in Redis can delay a lane, and not stop it: the rows decide what is run."""
+
+import pytest
+
+from tests.waiting import wait_until
+from tests.worker.test_worker import events, submit
+
+KEY = "stream:orchestrator:inference_jobs"
+LAST = "18446744073709551615-18446744073709551615"
+
+
+def drained(cluster, orchestrator):
+    wait_until(lambda: not cluster.unfinished(), timeout=30, what="all jobs ended")
+    wait_until(lambda: orchestrator.hub.lane("default").length() == 0, what="an empty lane")
+
+
+def done_once(cluster, job_ids):
+    assert {job_id: events(cluster, job_id).count("job.done") for job_id in job_ids} == dict.fromkeys(job_ids, 1)
+
+
+def test_entries_that_nobody_announced_run_nothing(cluster, orchestrator, raw):
+    cluster.worker()
+    finished = submit(orchestrator, "echo", {"hello": "world"})
+    before = cluster.wait_for(finished, "done")
+    raw.xgroup_create(KEY, "another-group", id="0", mkstream=True)
+    raw.xadd(KEY, {"job_id": finished})
+    raw.xadd(KEY, {"nothing": "x" * (64 << 20)})
+    raw.xadd(KEY, {"job_id": "x" * (1 << 20)})
+    raw.xadd(KEY, {"job_id": "never-submitted", "type": "os:system", "payload": "{}"})
+    raw.xreadgroup("another-group", "stranger", {KEY: ">"}, count=100)
+    jobs = [submit(orchestrator, "echo", {}) for _ in range(5)]
+    drained(cluster, orchestrator)
+    done_once(cluster, [finished, *jobs])
+    assert cluster.job(finished) == before
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["poison was read", "poison waits"])
+def test_a_stream_that_can_take_no_entry_any_more(cluster, orchestrator, raw, taken):
+    jobs = [submit(orchestrator, "echo", {}) for _ in range(5)]
+    wait_until(lambda: raw.xlen(KEY) == 5, what="announced")
+    if taken:
+        cluster.worker()
+        drained(cluster, orchestrator)
+    raw.xadd(KEY, {"job_id": "poison"}, id=LAST)
+    if not taken:
+        cluster.worker()
+    jobs += [submit(orchestrator, "echo", {}) for _ in range(5)]
+    drained(cluster, orchestrator)
+    done_once(cluster, jobs)
+
+
+def test_a_key_that_is_no_stream(cluster, orchestrator, raw):
+    jobs = [submit(orchestrator, "echo", {}) for _ in range(5)]
+    wait_until(lambda: raw.xlen(KEY) == 5, what="announced")
+    raw.set(KEY, "somebody's")
+    cluster.worker()
+    jobs += [submit(orchestrator, "echo", {}) for _ in range(5)]
+    drained(cluster, orchestrator)
+    done_once(cluster, jobs)
+
+
+def test_a_dead_letter_stream_that_cannot_be_written_holds_nothing_up(cluster, orchestrator, raw):
+    raw.set("stream:orchestrator:dlq", "somebody's")
+    cluster.worker()
+    raw.xadd(KEY, {"job_id": "never-submitted"})
+    buried = submit(orchestrator, "fail", {}, max_attempts=1)
+    job = submit(orchestrator, "echo", {})
+    cluster.wait_for(buried, "dead_letter")
+    cluster.wait_for(job, "done")
+    drained(cluster, orchestrator)
+
+
+def test_a_type_is_a_name_and_no_path_to_code(cluster, orchestrator):
+    """BI-9: what no handler was registered for is not looked up anywhere, however it is spelt."""
+    cluster.worker()
+    types = ["os:system", "builtins.eval", "worker.builtin:echo", "echo.run", ".echo", "ECHO"]
+    waiting = [submit(orchestrator, type, {"command": "true"}) for type in types]
+    cluster.wait_for(submit(orchestrator, "echo", {}), "done")
+    wait_until(
+        lambda: all("handler" in (cluster.job(job_id)["wait_reason"] or "") for job_id in waiting), what="all wait"
+    )
+    assert {cluster.job(job_id)["status"] for job_id in waiting} == {"pending"}

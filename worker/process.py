@@ -1,0 +1,186 @@
+"""One slot's process, as its supervisor sees it: started, given a job, asked to stop, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from orchestrator.jobs import ErrorKind
+from orchestrator.store.claim import Claim
+from orchestrator.store.settle import End, Outcome
+from worker import wire
+
+#: Longest pause a handler may ask for.
+MAX_RETRY_AFTER_S = 31_536_000.0
+
+#: Seconds in which a slot must take what it is sent.
+SEND_TIMEOUT_S = 5
+
+NEVER = float("inf")
+
+
+@dataclass
+class SlotProcess:
+    """`claim` is what it runs; it is free when it said hello and runs nothing."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    pidfd: int
+    ready: bool = False
+    dying: bool = False
+    claim: Claim | None = None
+    since: float = NEVER
+    deadline: float = NEVER
+    #: When its job, having been cancelled, gets SIGTERM and SIGKILL.
+    term_at: float = NEVER
+    kill_at: float = NEVER
+    #: Why we killed it: the answer to the job it ran.
+    verdict: End | None = None
+
+    @classmethod
+    def start(cls, command: list[str], environment: Mapping[str, str]) -> SlotProcess:
+        ours, theirs = Pipe(duplex=True)
+        arguments = [str(theirs.fileno()), str(os.getpid()), *command]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "worker.slot", *arguments],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a process group of its own, to be killed as one
+            env={**_without_settings(os.environ), **environment},
+        )
+        theirs.close()
+        _limit_sends(ours)
+        return cls(process, ours, os.pidfd_open(process.pid))
+
+    def take(self, claim: Claim) -> None:
+        """From now on it answers for this job; `send_job` tells it so."""
+        self.claim, self.since = claim, time.monotonic()
+        self.deadline = self.since + (claim.max_runtime_sec or NEVER)
+        self.term_at = self.kill_at = NEVER
+
+    def send_job(self, claim: Claim) -> None:
+        try:
+            wire.send(self.pipe, {"job": _job(claim)}, claim.payload)
+        except OSError:
+            self.kill()  # it died just now; whoever watches it answers for the job
+
+    def send(self, head: dict[str, Any]) -> None:
+        try:
+            wire.send(self.pipe, head)
+        except OSError:
+            return  # its end is noticed by whoever watches it
+
+    def cancel(self, step_s: float) -> None:
+        """Ask its job to stop; insist after `step_s`, kill after as much again. A signal cannot block, a pipe can."""
+        if self.term_at == NEVER:
+            self.term_at = time.monotonic() + step_s
+            self.kill_at = self.term_at + step_s
+            self._signal(os.kill, wire.CANCEL)
+
+    def look_at_clock(self, now: float) -> None:
+        """Do what its job's time limit and its cancel ask for by now."""
+        if self.claim is None or self.verdict is not None:
+            return
+        if now >= self.deadline:
+            self.verdict = _overran(self.claim)
+            self.kill()
+        elif now >= self.kill_at:
+            self.kill()
+        elif now >= self.term_at:
+            self.term_at = self.kill_at
+            self._signal(os.killpg, signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(os.killpg, signal.SIGKILL)
+
+    def _signal(self, send: Any, number: signal.Signals) -> None:
+        try:
+            send(self.process.pid, number)
+        except ProcessLookupError:
+            return  # the process, or the whole group, is gone already
+
+    def end_of(self, claim: Claim, ending: dict[str, Any], body: str) -> End:
+        """What the slot said about its job, as the store wants to hear it."""
+        kind = ending.get("error_kind")
+        return End(
+            claim.job_id,
+            claim.attempt,
+            Outcome(ending["outcome"]),
+            run_seconds=ending["run_seconds"],
+            result=body or None,
+            error_kind=ErrorKind(kind) if kind else None,
+            error=ending.get("error"),
+            retry_after_s=_bounded(ending.get("retry_after_s")),
+            lease_key=claim.lease.key if claim.lease else None,
+        )
+
+    def end_of_dead(self, claim: Claim, code: int) -> End:
+        """The answer to the job of a process that is gone."""
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        error = f"the process that ran it {how}"
+        crashed = End(claim.job_id, claim.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=error)
+        return self.verdict or crashed
+
+
+def _limit_sends(pipe: Connection) -> None:
+    """A payload larger than the pipe waits for its reader, who may be frozen: then sending fails, and it is killed."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+
+
+def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Handlers get no database password: what they need comes with the job."""
+    return {name: value for name, value in environ.items() if not name.startswith("ORCH_")}
+
+
+def _job(claim: Claim) -> dict[str, Any]:
+    return {
+        "job_id": claim.job_id,
+        "type": claim.type,
+        "attempt": claim.attempt,
+        "agent": claim.agent,
+        "model_id": claim.model_id,
+        "device": _device(claim),
+        "trace_context": claim.trace_context,
+    }
+
+
+def _device(claim: Claim) -> str | None:
+    if claim.lease is None:
+        return None
+    return ",".join(gpu.gpu_uuid for gpu in claim.lease.gpus) or "cpu"
+
+
+def _bounded(seconds: float | None) -> float | None:
+    """A pause within a year; anything else a handler asks for is left to the usual backoff."""
+    return seconds if seconds is not None and 0 <= seconds <= MAX_RETRY_AFTER_S else None
+
+
+def _overran(claim: Claim) -> End:
+    limit = claim.max_runtime_sec or 0.0
+    error = f"ran longer than max_runtime_sec = {limit}"
+    return End(
+        claim.job_id,
+        claim.attempt,
+        Outcome.FAILED,
+        run_seconds=limit,
+        error_kind=ErrorKind.TIMEOUT,
+        error=error,
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
