@@ -65,7 +65,7 @@ class JobNotFound(NotFound):
     code = "job_not_found"
 
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"no job {job_id!r}; it was never accepted here")
+        super().__init__(f"no job {job_id!r}; it was never accepted here, or was purged")
 
 
 class ResultNotFound(NotFound):
@@ -151,4 +151,10 @@ class DatabaseUnavailable(Unavailable):
 
 
 class RedisUnavailable(Unavailable):
+    """`answered`: the server is there and refused; its other keys may be well."""
+
     code = "redis_unavailable"
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered

@@ -26,11 +26,11 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Fiel
 
 from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.jsontext import canonical_json
+from orchestrator.names import Name, TypeName
 from orchestrator.ranking import PRIORITY_NAMES
 from orchestrator.settings import RetryRule, Settings
 
 DEFAULT_LANE = "default"
-NAME = r"^[A-Za-z0-9._:\-]+$"
 
 
 class Status(StrEnum):
@@ -50,6 +50,15 @@ class Queued(StrEnum):
     DELAYED = "delayed"
     READY = "ready"
     ANNOUNCED = "announced"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job that is due, as it is announced in its lane."""
+
+    job_id: str
+    type: str
+    trace_context: str | None
 
 
 TERMINAL = frozenset({Status.DONE, Status.SKIPPED, Status.FAILED, Status.CANCELLED, Status.DEAD_LETTER})
@@ -193,15 +202,6 @@ def _utc(value: datetime | None, field: str) -> datetime | None:
         raise InvalidInput(f"{field}: beyond the calendar", field) from None
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A job that is due, as it is announced in its lane."""
-
-    job_id: str
-    type: str
-    trace_context: str | None
-
-
 Moment = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_iso_text)]
 
 
@@ -210,11 +210,11 @@ class JobSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    type: Annotated[str, Field(pattern=NAME, max_length=64)]
+    type: TypeName
     payload: dict[str, Any]
-    job_id: Annotated[str, Field(pattern=NAME, max_length=128)] | None = None
-    agent: Annotated[str, Field(pattern=NAME, max_length=128)] = "anonymous"
-    pool_id: Annotated[str, Field(pattern=NAME, max_length=128), BeforeValidator(_default_lane)] = DEFAULT_LANE
+    job_id: Name | None = None
+    agent: Name = "anonymous"
+    pool_id: Annotated[Name, BeforeValidator(_default_lane)] = DEFAULT_LANE
     model_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100), BeforeValidator(_named_priority)] = 0
     min_memory_mb: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None

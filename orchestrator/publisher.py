@@ -2,7 +2,7 @@
 
 It is safe to run anywhere at the same time: rows are taken by a guarded UPDATE, so no job is announced by two
 publishers. Orchestrators nudge it after a submit, workers when their lane runs low, the leader on a timer. A crash
-between the UPDATE and the XADD leaves a row that says "published" without an entry; the leader's `repair` finds it.
+between the UPDATE and the XADD leaves a row that says "announced" without an entry; the leader's `repair` finds it.
 """
 
 from __future__ import annotations

@@ -1,29 +1,16 @@
-"""Every setting, in one frozen object, read once at start.
+"""Every setting, in one frozen object: what each value must be, and how they must relate.
 
-Precedence, highest first:  FLAG  >  CONFIGURATION FILE  >  ENVIRONMENT  >  DEFAULT
-
-THE FILE BEATS THE ENVIRONMENT. Many programs do it the other way round; here a file is what an operator
-decided, and a variable left over in some shell must not overrule it. When a variable seems to be ignored,
-`gpuorch check-config` shows where each value came from.
-
-The file (`--config`, or ORCH_CONFIG) is one flat TOML table of field names; the variables are ORCH_ + the
-field name in capitals. An unknown name is refused, never ignored: a misspelt time limit must not become a
-default in silence. An empty variable is a value, not an absent one: an empty ORCH_DATABASE_URL (a secret that
-was not mounted) must not become a fresh local database.
+`orchestrator.config` reads them, once at start.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import json
-import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
@@ -33,12 +20,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     model_validator,
 )
 
-from orchestrator.errors import ConfigError
+from orchestrator.names import Name, TypeName
 
 SECRET = frozenset({"database_url", "redis_url"})
 
@@ -156,7 +142,6 @@ Host = Annotated[str, AfterValidator(_host)]
 Directory = Annotated[Path, BeforeValidator(_path)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LockName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$"), AfterValidator(str.lower)]
-Lane = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
 Modules = Annotated[tuple[Module, ...], Field(strict=False)]  # TOML has lists
 GpuBackend = Annotated[str, AfterValidator(_gpu_backend)]
@@ -169,7 +154,6 @@ UpTo100 = Annotated[int, Field(ge=1, le=100)]
 UpTo512 = Annotated[int, Field(ge=1, le=512)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Bytes = Annotated[int, Field(ge=1, le=2**30)]
-JobType = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -192,7 +176,7 @@ def _table(value: object) -> object:
         raise ValueError('must be JSON such as {"embed": {"max_attempts": 3, "base_s": 0.5}}') from None
 
 
-RetryRules = Annotated[dict[JobType, RetryRule], BeforeValidator(_table)]
+RetryRules = Annotated[dict[TypeName, RetryRule], BeforeValidator(_table)]
 
 
 def _is(default: Any, description: str) -> Any:
@@ -228,8 +212,8 @@ class Settings(BaseModel):
     worker_heartbeat_s: Seconds = _is(2.0, "at most this long between two signs of life of a worker")
     worker_slots: UpTo512 = _is(4, "jobs that one worker runs at the same time")
     worker_grace_s: SecondsOrZero = _is(5.0, "time running jobs get at SIGTERM before they are handed back")
-    worker_pool: Lane | None = _is(None, "pool whose lane the worker serves; absent: the default lane")
-    node_id: Lane | None = _is(None, "name of this machine among the nodes; absent: its host name")
+    worker_pool: Name | None = _is(None, "pool whose lane the worker serves; absent: the default lane")
+    node_id: Name | None = _is(None, "name of this machine among the nodes; absent: its host name")
     worker_handlers: Modules = _is((), "modules that hold handlers; comma separated in the environment")
     gpu_backend: GpuBackend = _is("auto", "auto, none, or simulated GPUs as sim:NxMB[,NxMB]")
     gpu_mem_gate_pct: UpTo100 = _is(90, "share of a GPU's memory that leases may use, in percent")
@@ -256,7 +240,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _related(self, info: ValidationInfo) -> Self:
-        broken = [] if info.context is _FIELDS_ONLY else broken_relations(self)
+        broken = [] if info.context is FIELDS_ONLY else broken_relations(self)
         if broken:
             raise ValueError("; ".join(broken))
         return self
@@ -273,11 +257,12 @@ class Settings(BaseModel):
     def environment(self) -> dict[str, str]:
         """Variables that give a child process these very settings. They hold the passwords."""
         values = {key: getattr(self, key) for key in FIELDS}
-        return {_variable(key): _to_text(v) for key, v in values.items() if v != FIELDS[key].default}
+        return {variable(key): to_text(v) for key, v in values.items() if v != FIELDS[key].default}
 
 
 FIELDS = Settings.model_fields
-_FIELDS_ONLY = {"relations": "are checked by the caller"}
+#: Validation context: check each value, but not how they relate; the caller does, knowing which values are doubtful.
+FIELDS_ONLY = {"relations": "are checked by the caller"}
 
 
 # How values must relate.
@@ -338,152 +323,14 @@ def broken_relations(settings: Settings, doubtful: Iterable[str] = ()) -> list[s
     return [r.message(settings) for r in RELATIONS if unknown.isdisjoint(r.keys) and not r.holds(settings)]
 
 
-# Reading the layers.
-
-
-@dataclass(frozen=True)
-class Given:
-    value: object
-    source: str
-    written: object  # as a person wrote it, for messages: 1e400, not inf
-
-
-@dataclass(frozen=True)
-class Loaded:
-    settings: Settings
-    sources: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Row:
-    field: str
-    value: str
-    source: str
-    description: str
-
-
-def load(
-    cli: Mapping[str, object] = MappingProxyType({}),
-    config_file: Path | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> Loaded:
-    """Flags beat the FILE, the FILE BEATS THE ENVIRONMENT, the environment beats the defaults.
-
-    Raises ConfigError that lists every problem found, not only the first.
-    """
-    problems: list[str] = []
-    path = config_file or (Path(environ["ORCH_CONFIG"]) if "ORCH_CONFIG" in environ else None)
-    table = _read_table(path, problems) if path else {}
-    given = _environment_layer(environ, problems) | _layer(table or {}, f"file {path}", problems)
-    given |= _flag_layer(cli, problems)
-    # Without its file no value is really known, so nothing is said about how they relate.
-    settings = _validate(given, doubtful=FIELDS if table is None else (), problems=problems)
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n- ".join([f"{count} in the configuration:", *problems]))
-    return Loaded(settings, {key: given[key].source if key in given else "default" for key in FIELDS})
-
-
-def describe(loaded: Loaded) -> list[Row]:
-    """One row per setting, in the order of definition, without passwords."""
-    texts = {key: _to_text(getattr(loaded.settings, key)) for key in FIELDS}
-    shown = {key: safe_url(text) if key in SECRET else text for key, text in texts.items()}
-    return [Row(key, shown[key], loaded.sources[key], f.description or "") for key, f in FIELDS.items()]
-
-
-def _environment_layer(environ: Mapping[str, str], problems: list[str]) -> dict[str, Given]:
-    fields = {_variable(key): key for key in FIELDS}
-    ours = [name for name in environ if name.startswith("ORCH_") and name != "ORCH_CONFIG"]
-    known = [(name, fields[name], environ[name]) for name in _known(ours, fields, "environment", problems)]
-    return {key: Given(_from_text(key, text), f"environment {name}", text) for name, key, text in known}
-
-
-def _flag_layer(cli: Mapping[str, object], problems: list[str]) -> dict[str, Given]:
-    given = _layer({key: value for key, value in cli.items() if value is not None}, "flag", problems)
-    texts = {key: item.value for key, item in given.items() if isinstance(item.value, str)}
-    return given | {key: Given(_from_text(key, text), "flag", text) for key, text in texts.items()}
-
-
-def _layer(values: Mapping[str, object], source: str, problems: list[str]) -> dict[str, Given]:
-    return {key: Given(values[key], source, values[key]) for key in _known(values, FIELDS, source, problems)}
-
-
-def _known(names: Iterable[str], fields: Iterable[str], where: str, problems: list[str]) -> list[str]:
-    """Those of `names` that exist; each other one is a problem, with what was probably meant."""
-    found, allowed = list(names), list(fields)
-    for name in found:
-        if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            problems.append(f"unknown setting {name} ({where}){hint}")
-    return [name for name in found if name in allowed]
-
-
-def _read_table(path: Path, problems: list[str]) -> dict[str, object] | None:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(f"cannot read the configuration file {path}: {error.strerror}")
-    except (ValueError, RecursionError) as error:  # syntax, not UTF-8, absurd numbers or nesting
-        problems.append(f"the configuration file {path} is not valid TOML: {error}")
-    return None
-
-
-def _validate(given: Mapping[str, Given], doubtful: Iterable[str], problems: list[str]) -> Settings:
-    """The settings; when this adds to `problems`, bad values were replaced by defaults to find more."""
-    values, bad = {key: item.value for key, item in given.items()}, set(doubtful)
-    try:
-        settings = Settings.model_validate(values, context=_FIELDS_ONLY)
-    except ValidationError as error:
-        details = [(str(d["loc"][0]), _located(d["loc"], d["msg"])) for d in error.errors()]
-        problems += [_field_message(key, given[key], message) for key, message in details]
-        refused = {key for key, _ in details}
-        rest = {key: value for key, value in values.items() if key not in refused}
-        settings, bad = Settings.model_validate(rest, context=_FIELDS_ONLY), bad | refused
-    problems += broken_relations(settings, bad)
-    return settings
-
-
-def _located(path: tuple[int | str, ...], message: str) -> str:
-    """With the place inside a table; in a list there is nothing to name."""
-    inside = ".".join(part for part in path[1:] if isinstance(part, str))
-    return f"{inside}: {message}" if inside else message
-
-
-def _field_message(key: str, item: Given, message: str) -> str:
-    expected = re.sub(r"^(Input|String) should ", "must ", message.removeprefix("Value error, "))
-    return f"{key} = {_shown(key, item.written)} ({item.source}): {expected}"
-
-
-def _shown(key: str, value: object) -> str:
-    if isinstance(value, str):  # whatever the key: a URL may sit in the wrong variable
-        value = safe_url(value)
-    elif key in SECRET:
-        return f"a {type(value).__name__}"
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
-
-
 # Text, as the environment has it.
 
 
-def _variable(key: str) -> str:
+def variable(key: str) -> str:
     return f"ORCH_{key.upper()}"
 
 
-def _from_text(key: str, text: str) -> object:
-    """What the text means for this field; text that does not fit stays as it is, to be refused."""
-    kind = FIELDS[key].annotation
-    if kind is int and re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        return int(text)
-    if kind is float and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
-        return float(text)
-    if key == "worker_handlers":
-        return tuple(part.strip() for part in text.split(",")) if text else ()
-    return text
-
-
-def _to_text(value: object) -> str:
+def to_text(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(value)
     if isinstance(value, dict):

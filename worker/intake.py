@@ -162,10 +162,18 @@ class Intake:
                 claims.append(answer)
         # Slots first: what Redis hears can wait, a free slot should not.
         for claim in claims:
-            if not self._slots.dispatch(claim):
+            if not self._dispatched(claim):
                 self._on_refused(claim)
         self._hub.bury(letters)
         self._lane.ack(done_with)
+
+    def _dispatched(self, claim: Claim) -> bool:
+        try:
+            return self._slots.dispatch(claim)
+        except Exception:
+            # One job that cannot be sent must not strand those behind it: claimed, and running nowhere.
+            log.exception("dispatch broke", extra={"job_id": claim.job_id})
+            return False
 
     def _leave(self) -> None:
         """Give back what was read and not claimed; whatever fails here, the leader finds after a while."""

@@ -14,6 +14,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import nodes, withdraw
 from orchestrator.store.database import Database
 from orchestrator.store.nodes import Beat, Worker
+from worker.lifeline import Lifeline
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -25,8 +26,7 @@ class Keepalive:
     """Beats until stopped, and sooner when poked.
 
     `on_lost` is called once, when the leader gave this worker's jobs away. `on_cancelled` gets jobs (with attempts)
-    that somebody cancelled, again with every heartbeat until they have ended. `on_leases_over` is called when no
-    heartbeat got through for as long as a lease lives.
+    that somebody cancelled, again with every heartbeat until they have ended.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Keepalive:
         gpus: Backend,
         settings: Settings,
         beat: Callable[[], Beat],
+        lifeline: Lifeline,
         *,
         on_lost: Callable[[], None],
         on_cancelled: Callable[[list[tuple[str, int]]], None],
-        on_leases_over: Callable[[], None],
     ) -> None:
         self._db = db
         self._worker = worker
@@ -48,11 +48,11 @@ class Keepalive:
         self._beat = beat
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
-        self._on_leases_over = on_leases_over
         self._stop = threading.Event()
         self._poked = threading.Event()
         self._interval_s = min(settings.worker_heartbeat_s, settings.gpu_sample_s)
-        self._last_success = time.monotonic()
+        self._lifeline = lifeline
+        self._renewed_at = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="keepalive", daemon=True)
 
     def start(self) -> None:
@@ -70,9 +70,16 @@ class Keepalive:
             return withdraw.to_stop(conn, self._worker.worker_id, beat.held)
 
         cancelled = self._db.write(work)
-        self._last_success = started
+        self._renewed_at = started
+        # A quarter of a beat later than the supervisor itself, which ends jobs in better order.
+        self._lifeline.extend(self.leased_until + self._settings.worker_heartbeat_s / 4)
         if cancelled:
             self._on_cancelled(cancelled)
+
+    @property
+    def leased_until(self) -> float:
+        """Until when our leases live for certain, on the monotonic clock."""
+        return self._renewed_at + self._settings.job_lease_ttl_s - self._settings.worker_heartbeat_s
 
     def poke(self) -> None:
         """Something changed in the database: beat now."""
@@ -100,8 +107,3 @@ class Keepalive:
                 log.warning("heartbeat failed", extra={"error": str(away)})
             except Exception:
                 log.exception("heartbeat broke")
-            # A database that is away for a moment costs nothing; after a lease's life its GPU may be another's.
-            silent_s = time.monotonic() - self._last_success
-            if silent_s > self._settings.job_lease_ttl_s - self._settings.worker_heartbeat_s:
-                log.error("leases ran out", extra={"silent_s": round(silent_s, 1)})
-                self._on_leases_over()

@@ -19,12 +19,15 @@ from orchestrator.jobs import ErrorKind
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
 from worker import wire
+from worker.lifeline import Lifeline
 
 #: Longest pause a handler may ask for.
 MAX_RETRY_AFTER_S = 31_536_000.0
 
 #: Seconds in which a slot must take what it is sent.
 SEND_TIMEOUT_S = 5
+#: Seconds in which the rest of a frame must follow its beginning. All other slots wait meanwhile.
+RECEIVE_TIMEOUT_S = 2
 
 NEVER = float("inf")
 
@@ -44,22 +47,24 @@ class SlotProcess:
     #: When its job, having been cancelled, gets SIGTERM and SIGKILL.
     term_at: float = NEVER
     kill_at: float = NEVER
+    #: It got SIGTERM, and so did whatever its handler keeps warm in processes of its own: it runs no other job.
+    worn: bool = False
     #: Why we killed it: the answer to the job it ran.
     verdict: End | None = None
 
     @classmethod
-    def start(cls, command: list[str], environment: Mapping[str, str]) -> SlotProcess:
+    def start(cls, command: list[str], environment: Mapping[str, str], lifeline: Lifeline) -> SlotProcess:
         ours, theirs = Pipe(duplex=True)
-        arguments = [str(theirs.fileno()), str(os.getpid()), *command]
+        arguments = [str(theirs.fileno()), str(lifeline.fd), str(os.getpid()), *command]
         process = subprocess.Popen(
             [sys.executable, "-m", "worker.slot", *arguments],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), lifeline.fd],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a process group of its own, to be killed as one
             env={**_without_settings(os.environ), **environment},
         )
         theirs.close()
-        _limit_sends(ours)
+        _limit_waits(ours)
         return cls(process, ours, os.pidfd_open(process.pid))
 
     def take(self, claim: Claim) -> None:
@@ -71,13 +76,15 @@ class SlotProcess:
     def send_job(self, claim: Claim) -> None:
         try:
             wire.send(self.pipe, {"job": _job(claim)}, claim.payload)
-        except OSError:
-            self.kill()  # it died just now; whoever watches it answers for the job
+        except (OSError, TypeError, ValueError):
+            # It died just now, and whoever watches it answers for the job. A pipe that is closed in the middle of a
+            # frame raises TypeError: its number has become None.
+            self.kill()
 
     def send(self, head: dict[str, Any]) -> None:
         try:
             wire.send(self.pipe, head)
-        except OSError:
+        except (OSError, TypeError, ValueError):
             return  # its end is noticed by whoever watches it
 
     def cancel(self, step_s: float) -> None:
@@ -98,9 +105,19 @@ class SlotProcess:
             self.kill()
         elif now >= self.term_at:
             self.term_at = self.kill_at
+            self.worn = True
             self._signal(os.killpg, signal.SIGTERM)
+        elif self.term_at < self.kill_at:
+            self._signal(os.kill, wire.CANCEL)  # again: the first may have come before the slot took the job
+
+    def hand_back(self, reason: str) -> None:
+        """End its job, which may run elsewhere."""
+        if self.claim is not None and self.verdict is None:
+            self.verdict = End(self.claim.job_id, self.claim.attempt, Outcome.HANDED_BACK, error=reason)
+            self.kill()
 
     def kill(self) -> None:
+        self.dying = True
         self._signal(os.killpg, signal.SIGKILL)
 
     def _signal(self, send: Any, number: signal.Signals) -> None:
@@ -116,7 +133,7 @@ class SlotProcess:
             claim.job_id,
             claim.attempt,
             Outcome(ending["outcome"]),
-            run_seconds=ending["run_seconds"],
+            run_seconds=float(ending["run_seconds"]),
             result=body or None,
             error_kind=ErrorKind(kind) if kind else None,
             error=ending.get("error"),
@@ -132,10 +149,11 @@ class SlotProcess:
         return self.verdict or crashed
 
 
-def _limit_sends(pipe: Connection) -> None:
-    """A payload larger than the pipe waits for its reader, who may be frozen: then sending fails, and it is killed."""
+def _limit_waits(pipe: Connection) -> None:
+    """The other end may be frozen half-way through a frame larger than the pipe: then it is killed, not waited for."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", RECEIVE_TIMEOUT_S, 0))
 
 
 def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -161,9 +179,9 @@ def _device(claim: Claim) -> str | None:
     return ",".join(gpu.gpu_uuid for gpu in claim.lease.gpus) or "cpu"
 
 
-def _bounded(seconds: float | None) -> float | None:
+def _bounded(seconds: object) -> float | None:
     """A pause within a year; anything else a handler asks for is left to the usual backoff."""
-    return seconds if seconds is not None and 0 <= seconds <= MAX_RETRY_AFTER_S else None
+    return seconds if isinstance(seconds, int | float) and 0 <= seconds <= MAX_RETRY_AFTER_S else None
 
 
 def _overran(claim: Claim) -> End:

@@ -21,12 +21,14 @@ from typing import Any
 
 from orchestrator.errors import InvalidInput
 from orchestrator.jsontext import canonical_json
-from worker import handlers, wire
+from worker import handlers, lifeline, wire
 from worker.context import Context
 from worker.handlers import Cancelled, Permanent, Registered, Retry, Skip
 
 #: Levels a result may nest, as a payload may by default.
 MAX_DEPTH = 64
+#: Seconds between two looks whether anybody vouches for a leased job still.
+LOOK_EVERY_S = 0.1
 
 
 @dataclass
@@ -37,6 +39,8 @@ class Slot:
     warm: dict[str, Any] = field(default_factory=dict)
     cancelled: bool = False
     busy: bool = False
+    leased: bool = False
+    questions: int = 0
 
     def listen(self) -> None:
         """Hear that the job is cancelled: a flag at first, an exception in the handler when it does not look."""
@@ -58,6 +62,8 @@ class Slot:
             head, body = wire.receive(self.pipe)
             if "stop" in head:
                 break
+            if "job" not in head:
+                continue  # the answer to a question of a job that did not wait for it
             ending, result = self._attempt(head, body)
             wire.send(self.pipe, {"end": ending}, result)
         for instance in self.warm.values():
@@ -70,8 +76,10 @@ class Slot:
         ctx = Context(**head["job"], _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
         if ctx.device is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
+        self.leased = ctx.device is not None
         started = time.monotonic()
         ending, result = self._outcome(ctx, body)
+        self.leased = False
         ending["run_seconds"] = time.monotonic() - started
         return ending, result
 
@@ -119,8 +127,12 @@ class Slot:
         return {"outcome": "done"}, text
 
     def _owns(self) -> bool:
-        wire.send(self.pipe, {"owns": True})
-        return bool(wire.receive(self.pipe)[0].get("owns"))
+        self.questions += 1
+        wire.send(self.pipe, {"owns": self.questions})
+        while True:
+            head, _ = wire.receive(self.pipe)
+            if head.get("question") == self.questions:
+                return bool(head["owns"])
 
     def _report(self, fraction: float, note: str) -> None:
         wire.send(self.pipe, {"progress": [fraction, note]})
@@ -131,14 +143,16 @@ def _failed(kind: str, error: BaseException) -> dict[str, Any]:
 
 
 def main() -> None:
-    fd, parent_pid, result_limit, *modules = sys.argv[1:]
+    fd, lifeline_fd, parent_pid, result_limit, *modules = sys.argv[1:]
     wire.die_with_parent(int(parent_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides what happens here
-    os.set_inheritable(int(fd), False)
+    for inherited in (int(fd), int(lifeline_fd)):
+        os.set_inheritable(inherited, False)
     pipe = Connection(int(fd))
     try:
         slot = Slot(pipe, handlers.load(modules), int(result_limit))
         slot.listen()
+        lifeline.end_when_over(lifeline.Lifeline(int(lifeline_fd)), lambda: slot.leased, LOOK_EVERY_S)
         slot.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the supervisor is gone, and so are we

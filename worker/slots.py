@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.store.claim import Claim
-from orchestrator.store.settle import End, Outcome
+from orchestrator.store.settle import End
 from worker import wire
+from worker.lifeline import Lifeline
 from worker.process import NEVER, SlotProcess
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class SlotEvents:
     ended: Callable[[Claim, End], None]
     progressed: Callable[[Claim, float, str], None]
     #: A handler wants to know whether its job is still its own; `SlotPool.answer` tells it.
-    asked: Callable[[Claim], None]
+    asked: Callable[[Claim, int], None]
 
 
 class SlotPool:
@@ -50,8 +52,11 @@ class SlotPool:
         environment: dict[str, str],
         events: SlotEvents,
         cancel_step_s: float,
+        leased_until: Callable[[], float],
     ) -> None:
         self._count = count
+        self._leased_until = leased_until
+        self.lifeline = Lifeline()
         self._cancel_step_s = cancel_step_s
         self._command = command
         self._environment = environment
@@ -106,12 +111,12 @@ class SlotPool:
                 if slot.claim is not None and (slot.claim.job_id, slot.claim.attempt) == (job_id, attempt):
                     slot.cancel(self._cancel_step_s)
 
-    def answer(self, claim: Claim, owns: bool) -> None:
+    def answer(self, claim: Claim, question: int, owns: bool) -> None:
         """Tell the slot that runs this job whether the job is still its own."""
         with self._changed:
             for slot in self._slots:
                 if slot.claim is claim:
-                    slot.send({"owns": owns})
+                    slot.send({"owns": owns, "question": question})
 
     def memory_for(self, type: str) -> int | None:
         """Default need in MB of this job type's handler; None when there is no handler."""
@@ -136,14 +141,11 @@ class SlotPool:
                 self._changed.wait(TICK_S)
             return True
 
-    def hand_back(self, reason: str, *, leased_only: bool = False) -> None:
-        """Kill the process groups of running jobs, all or those with a lease; the jobs may run elsewhere."""
+    def hand_back(self, reason: str) -> None:
+        """Kill the process groups of all running jobs, which may run elsewhere."""
         with self._changed:
             for slot in self._slots:
-                claim = slot.claim
-                if claim is not None and slot.verdict is None and (claim.lease or not leased_only):
-                    slot.verdict = End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error=reason)
-                    slot.kill()
+                slot.hand_back(reason)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End all slots: asked first, killed after a moment."""
@@ -156,10 +158,12 @@ class SlotPool:
         self._join(timeout_s)
         with self._changed:
             for slot in self._slots:
+                slot.hand_back("its worker was stopped")
                 slot.kill()
         self._join(timeout_s)
         for fd in (self._wake_r, self._wake_w):
             os.close(fd)
+        self.lifeline.close()
 
     def _join(self, timeout_s: float) -> None:
         if self._thread.is_alive():
@@ -192,7 +196,7 @@ class SlotPool:
 
     def _respawn(self) -> None:
         while not self._closing and len(self._slots) < self._count and time.monotonic() >= self._respawn_at:
-            slot = SlotProcess.start(self._command, self._environment)
+            slot = SlotProcess.start(self._command, self._environment, self.lifeline)
             with self._changed:
                 self._slots.append(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
@@ -200,11 +204,12 @@ class SlotPool:
 
     def _hear(self, slot: SlotProcess) -> None:
         try:
-            head, body = wire.receive(slot.pipe)
-        except (EOFError, OSError, ValueError):
+            self._understand(slot, *wire.receive(slot.pipe))
+        except (EOFError, OSError, ValueError, TypeError, KeyError):
             self._selector.unregister(slot.pipe)
-            slot.kill()  # a slot that cannot be understood is as good as dead
-            return
+            slot.kill()  # a slot that cannot be understood is as good as dead, and its job ends as such
+
+    def _understand(self, slot: SlotProcess, head: dict[str, Any], body: str) -> None:
         if "hello" in head:
             self._failures = 0
             self.memory = head["hello"]
@@ -212,17 +217,19 @@ class SlotPool:
         elif "progress" in head and slot.claim is not None:
             self._events.progressed(slot.claim, *head["progress"])
         elif "owns" in head and slot.claim is not None:
-            self._events.asked(slot.claim)
+            self._events.asked(slot.claim, head["owns"])
         elif "end" in head and slot.claim is not None and slot.verdict is None:
-            claim = slot.claim
-            self._usual_run_s += (head["end"]["run_seconds"] - self._usual_run_s) / 16
+            claim, end = slot.claim, slot.end_of(slot.claim, head["end"], body)
+            self._usual_run_s += (end.run_seconds - self._usual_run_s) / 16
             self._release(slot)
-            self._events.ended(claim, slot.end_of(claim, head["end"], body))
+            self._events.ended(claim, end)
 
     def _release(self, slot: SlotProcess) -> None:
         with self._changed:
             slot.ready, slot.claim = True, None
-            if self._closing:
+            if slot.worn:
+                slot.kill()
+            elif self._closing:
                 slot.send({"stop": True})
             elif not slot.dying:
                 self._free.append(slot)
@@ -231,8 +238,8 @@ class SlotPool:
 
     def _bury(self, slot: SlotProcess) -> None:
         """A slot's process ended: sweep its group, answer for its job, make room for a new one."""
+        slot.kill()  # first, or children that hold its pipe could keep us reading
         self._drain(slot)
-        slot.kill()
         code = slot.process.wait()
         for source in (slot.pidfd, slot.pipe):
             if source in self._selector.get_map():
@@ -255,15 +262,17 @@ class SlotPool:
 
     def _drain(self, slot: SlotProcess) -> None:
         """Hear what it said just before its end: the job may have finished."""
-        slot.dying = True
         while slot.pipe in self._selector.get_map() and slot.pipe.poll():
             self._hear(slot)
 
     def _look_at_clocks(self) -> None:
         now = time.monotonic()
+        leases_over = now > self._leased_until()
         with self._changed:
             for slot in self._slots:
                 slot.look_at_clock(now)
+                if leases_over and slot.claim is not None and slot.claim.lease:
+                    slot.hand_back("its lease ran out")  # by now its memory may be another's
                 if slot.claim is not None and slot.verdict is None and now - slot.since >= RUNNING_AFTER_S:
                     slot.since = NEVER
                     self._events.started(slot.claim)

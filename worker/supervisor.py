@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,6 +79,7 @@ class Session:
             self._gpus.environment(),
             SlotEvents(self._started, self._ended, self._progressed, self._asked),
             settings.cancel_step_s,
+            leased_until=lambda: self._keepalive.leased_until if self._keepalive else math.inf,
         )
         self._ledger = Ledger(
             self._db,
@@ -117,9 +119,9 @@ class Session:
             self._gpus,
             self._settings,
             self._beat,
+            self._slots.lifeline,
             on_lost=self._on_lost,
             on_cancelled=self._cancelled,
-            on_leases_over=lambda: self._slots.hand_back("its lease ran out", leased_only=True),
         )
         self._keepalive.start()
         self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
@@ -143,8 +145,10 @@ class Session:
         """Stop reading → finish or hand back → write it down → deregister. Heartbeats go on until the last."""
         self._draining = True
         self._intake.stop()
-        if not self._slots.wait_idle(self._settings.worker_grace_s):
-            self._slots.hand_back("its worker was stopped")
+        patience_over = time.monotonic() + self._settings.worker_grace_s
+        self._finish_or_hand_back(patience_over)
+        self._intake.join()
+        self._finish_or_hand_back(patience_over)  # a claim that was being committed comes after the rest
         self._close()
         try:
             worker = self._describe()
@@ -153,6 +157,10 @@ class Session:
             self._lane.forget_consumer(self.worker_id)
         except Unavailable as away:
             log.warning("left without a word", extra={"error": str(away)})  # the leader notices the silence
+
+    def _finish_or_hand_back(self, until: float) -> None:
+        if not self._slots.wait_idle(max(until - time.monotonic(), 0.0)):
+            self._slots.hand_back("its worker was stopped")
 
     def abandon(self) -> None:
         """Kill what runs and leave: the leader gave our jobs away, or they never were ours."""
@@ -193,17 +201,17 @@ class Session:
             text = str(note).encode(errors="replace").decode()
             self._progress[claim.job_id] = (claim.attempt, min(max(float(fraction), 0.0), 1.0), text)
 
-    def _asked(self, claim: Claim) -> None:
-        self._questions.submit(self._answer, claim)
+    def _asked(self, claim: Claim, question: int) -> None:
+        self._questions.submit(self._answer, claim, question)
 
-    def _answer(self, claim: Claim) -> None:
+    def _answer(self, claim: Claim, question: int) -> None:
         """Without an answer from the database nobody owns anything."""
         try:
-            owns = self._db.read(lambda conn: ownership.owns(conn, claim.job_id, claim.attempt))
-        except Unavailable as away:
-            log.warning("ownership unknown", extra={"job_id": claim.job_id, "error": str(away)})
+            owns = self._db.read(lambda conn: ownership.owns(conn, claim.job_id, claim.attempt, self.worker_id))
+        except Exception as error:  # noqa: BLE001 - whatever it was, the handler waits for an answer
+            log.warning("ownership unknown", extra={"job_id": claim.job_id, "error": str(error)})
             owns = False
-        self._slots.answer(claim, owns)
+        self._slots.answer(claim, question, owns)
 
     def _cancelled(self, jobs: list[tuple[str, int]]) -> None:
         for job_id, attempt in jobs:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
-from orchestrator.api.problems import BodyTooSlow, MalformedBody, UnsupportedMediaType
+from orchestrator.api.problems import BodyTooSlow, MalformedBody, UnsupportedMediaType, invalid_model
 from orchestrator.errors import PayloadTooLarge
 
 #: Seconds a body may take to arrive.
@@ -20,12 +21,27 @@ ARRIVAL_LIMIT_S = 30.0
 #: Bytes from which a body is parsed in a thread, so that other requests need not wait for it.
 LARGE = 65_536
 
+M = TypeVar("M", bound=BaseModel)
+
 
 async def read_json(request: Request, limit: int) -> Any:
     """The body as JSON. Raises UnsupportedMediaType, PayloadTooLarge, BodyTooSlow or MalformedBody."""
     _require_json(request)
     raw = await _read(request, limit)
     return parse(raw) if len(raw) < LARGE else await asyncio.to_thread(parse, raw)
+
+
+async def read_model(request: Request, kind: type[M], limit: int) -> M:
+    """The body as this model. Raises InvalidInput, and what `read_json` does."""
+    try:
+        return kind.model_validate(await read_json(request, limit))
+    except ValidationError as wrong:
+        raise invalid_model(wrong) from None
+
+
+def documented(schema: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI of a body that the handler reads itself."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _require_json(request: Request) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.backend import Api, Backend
-from orchestrator.api.body import read_json
-from orchestrator.api.problems import invalid_model
+from orchestrator.api.body import documented, read_model
 from orchestrator.api.replies import Json
-from orchestrator.api.submit import documented
-from orchestrator.jobs import NAME
+from orchestrator.names import PATTERN, Name
 from orchestrator.store import dead_letters
 from orchestrator.store.dead_letters import Filter, Removed
 from orchestrator.telemetry import metrics
@@ -29,34 +27,36 @@ SAMPLE = 10
 MAX_IDS = 1000
 BODY_LIMIT = 262_144
 
-_Name = Annotated[str, Field(pattern=NAME, max_length=128)]
-_Reason = Annotated[str, Field(pattern=NAME, max_length=32)]
+_Reason = Annotated[str, Field(pattern=PATTERN, max_length=32)]
 
 #: (ids, place of the first of them among all, connection) → what left.
 Work = Callable[[Sequence[str], int, Any], Removed]
-B = TypeVar("B", bound="PurgeBody")
 
 
 class PageQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    job_id: _Name | None = None
-    type: _Name | None = None
-    agent: _Name | None = None
-    pool_id: _Name | None = None
+    job_id: Name | None = None
+    type: Name | None = None
+    agent: Name | None = None
+    pool_id: Name | None = None
     reason: _Reason | None = None
     limit: int = Field(50, ge=1, le=500)
     cursor: str | None = Field(None, max_length=512)
+
+    def meant(self) -> Filter:
+        named = () if self.job_id is None else (self.job_id,)
+        return Filter(named, self.type, self.agent, self.pool_id, self.reason)
 
 
 class FilterBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     # An empty list would read as "none of them" and match all.
-    job_ids: Annotated[list[_Name], Field(min_length=1, max_length=MAX_IDS)] | None = None
-    type: _Name | None = None
-    agent: _Name | None = None
-    pool_id: _Name | None = None
+    job_ids: Annotated[list[Name], Field(min_length=1, max_length=MAX_IDS)] | None = None
+    type: Name | None = None
+    agent: Name | None = None
+    pool_id: Name | None = None
     reason: _Reason | None = None
 
     def meant(self) -> Filter:
@@ -81,8 +81,7 @@ class RedriveBody(PurgeBody):
 @router.get("")
 async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
     """Latest first; `total` counts all that match, `next_cursor` is null at the end."""
-    named = () if query.job_id is None else (query.job_id,)
-    wanted = Filter(named, query.type, query.agent, query.pool_id, query.reason)
+    wanted = query.meant()
     found, following = await api.read(lambda conn: dead_letters.page(conn, wanted, query.limit, query.cursor))
     total = await api.read(lambda conn: dead_letters.count(conn, wanted))
     return Json({"dead_letters": found, "total": total, "next_cursor": following})
@@ -94,7 +93,7 @@ async def redrive(request: Request, api: Api) -> Json:
 
     With `rate` they all leave the dead letters now and become due one after the other, so many a second.
     """
-    body = _parse(RedriveBody, await read_json(request, BODY_LIMIT))
+    body = await read_model(request, RedriveBody, BODY_LIMIT)
     wanted, most = body.filter.meant(), api.settings.redrive_max
     counts = {
         "matched": await api.read(lambda conn: dead_letters.count(conn, wanted)),
@@ -118,7 +117,7 @@ async def purge(request: Request, api: Api) -> Json:
 
     A job whose worker vanished stays while its GPU lease does; ask again in a minute.
     """
-    body = _parse(PurgeBody, await read_json(request, BODY_LIMIT))
+    body = await read_model(request, PurgeBody, BODY_LIMIT)
     wanted = body.filter.meant()
     counts = {"matched": await api.read(lambda conn: dead_letters.count(conn, wanted))}
     ids = await api.read(lambda conn: dead_letters.matching(conn, wanted, body.max))
@@ -130,13 +129,6 @@ async def purge(request: Request, api: Api) -> Json:
 
     purged = await _in_batches(api, ids, forget)
     return Json(counts | {"purged": purged, "dry_run": False})
-
-
-def _parse(kind: type[B], body: object) -> B:
-    try:
-        return kind.model_validate(body)
-    except ValidationError as wrong:
-        raise invalid_model(wrong) from None
 
 
 def _only_looked(counts: dict[str, int], verb: str, ids: Sequence[str]) -> Json:

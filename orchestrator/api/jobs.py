@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -12,19 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from orchestrator.api.backend import Api, Backend
 from orchestrator.api.replies import Json
 from orchestrator.errors import JobNotFound
-from orchestrator.jobs import NAME, Status
+from orchestrator.jobs import Status
+from orchestrator.names import MAX_NAME, Name, is_name
 from orchestrator.store import audit, job_reads
 from orchestrator.store.job_reads import Filter
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
-_Name = Annotated[str, Field(pattern=NAME, max_length=128)]
-
 
 async def _job_id(job_id: str) -> str:
     """A name that no job can have is looked up by nobody: MariaDB, for one, would ignore trailing spaces."""
-    if len(job_id) > 128 or re.fullmatch(NAME, job_id) is None or job_id.endswith("\n"):
-        raise JobNotFound(job_id[:128])
+    if not is_name(job_id):
+        raise JobNotFound(job_id[:MAX_NAME])
     return job_id
 
 
@@ -41,9 +39,9 @@ class PageQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     status: Status | None = None
-    agent: _Name | None = None
-    pool_id: _Name | None = None
-    type: _Name | None = None
+    agent: Name | None = None
+    pool_id: Name | None = None
+    type: Name | None = None
     limit: int = Field(50, ge=1, le=500)
     cursor: str | None = Field(None, max_length=512)
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.backend import Api
-from orchestrator.api.body import read_json
-from orchestrator.api.problems import invalid_model
+from orchestrator.api.body import documented, read_model
 from orchestrator.api.replies import Json
-from orchestrator.api.submit import documented
 from orchestrator.errors import InvalidInput
-from orchestrator.jobs import NAME
 from orchestrator.leases import Denied, Granted, LeaseRequest
+from orchestrator.names import Name
 from orchestrator.settings import Settings
 from orchestrator.store import leases
 
@@ -23,25 +21,23 @@ router = APIRouter(prefix="/leases", tags=["leases"])
 #: Bytes of a request for a lease.
 BODY_LIMIT = 16_384
 
-_Name = Annotated[str, Field(pattern=NAME, max_length=128)]
-
 
 class LeaseBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    agent: _Name
+    agent: Name
     min_memory_mb: Annotated[int, Field(ge=1, le=2**31 - 1)]
     ttl_seconds: Annotated[float, Field(gt=0)] | None = None
     gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
     cpu_fallback: bool = False
-    node_id: _Name | None = None
+    node_id: Name | None = None
 
 
 @router.post("", openapi_extra=documented(LeaseBody.model_json_schema()))
 async def request_lease(request: Request, api: Api) -> Json:
     """Granted with the secret token that proves it, or denied with the reason and when to ask again."""
-    wanted = _parse(await read_json(request, BODY_LIMIT), api.settings)
-    answer = await api.lease(wanted)
+    wanted = await read_model(request, LeaseBody, BODY_LIMIT)
+    answer = await api.lease(_request(wanted, api.settings))
     return Json(_denied(answer) if isinstance(answer, Denied) else _granted(answer))
 
 
@@ -63,11 +59,7 @@ async def release(api: Api, token: str) -> Json:
     return Json({"released": True})
 
 
-def _parse(body: object, settings: Settings) -> LeaseRequest:
-    try:
-        wanted = LeaseBody.model_validate(body)
-    except ValidationError as wrong:
-        raise invalid_model(wrong) from None
+def _request(wanted: LeaseBody, settings: Settings) -> LeaseRequest:
     ttl_s = settings.lease_ttl_s if wanted.ttl_seconds is None else wanted.ttl_seconds
     if ttl_s > settings.lease_ttl_max_s:
         raise InvalidInput(f"ttl_seconds: must not exceed {settings.lease_ttl_max_s:g}", "ttl_seconds")

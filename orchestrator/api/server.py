@@ -1,7 +1,7 @@
 """One orchestrator behind one HTTP server, from binding the port to the last disconnect.
 
 Order: port, orchestrator, HTTP; backwards at the end. Long polls are let go first, so that stopping never
-waits for jobs; what was accepted is committed before the databases are closed.
+waits for jobs; what was accepted is committed before the database is closed.
 """
 
 from __future__ import annotations

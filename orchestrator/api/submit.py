@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from orchestrator.api.backend import Api, Backend
-from orchestrator.api.body import read_json
+from orchestrator.api.body import documented, read_json
 from orchestrator.api.problems import describe
 from orchestrator.api.replies import Json
 from orchestrator.errors import InvalidInput, JobConflict, JobNotFound, OrchestratorError, PayloadTooLarge
@@ -40,11 +40,6 @@ _BATCH = {
     "additionalProperties": False,
     "properties": {"jobs": {"type": "array", "items": _SPEC}},
 }
-
-
-def documented(schema: dict[str, Any]) -> dict[str, Any]:
-    """OpenAPI of a body that the handler reads itself."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 @router.post("/submit", status_code=202, openapi_extra=documented(_SPEC))

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from orchestrator.embedded import dying_with_parent, end
+from orchestrator.children import dying_with_parent, end
 from orchestrator.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ import click
 
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json, print_table
-from orchestrator.settings import FIELDS, Loaded, describe
+from orchestrator.config import Loaded, describe
+from orchestrator.settings import FIELDS
 
 
 @click.command("check-config")
@@ -19,8 +20,8 @@ def check_config(loaded: Loaded, *, as_json: bool) -> None:
 
     Flags beat the file, the file beats the environment, the environment beats the defaults.
     """
-    rows = [{"setting": row.field, **asdict(row)} for row in describe(loaded)]
+    rows = [asdict(row) for row in describe(loaded)]
     if as_json:
-        print_json([asdict(row) for row in describe(loaded)])
+        print_json(rows)
     else:
-        print_table(["setting", "value", "source"], rows)
+        print_table(["setting", "value", "source"], [{"setting": row["field"], **row} for row in rows])

@@ -18,9 +18,10 @@ from orchestrator.cli.child import WorkerChild
 from orchestrator.cli.options import with_settings
 from orchestrator.cli.schema import opened
 from orchestrator.cli.servers import run_api, stop_on_sigterm
+from orchestrator.config import Loaded
 from orchestrator.embedded import DataDir, Valkey
 from orchestrator.errors import ConfigError
-from orchestrator.settings import Loaded, Settings
+from orchestrator.settings import Settings
 from orchestrator.store import migrate
 from orchestrator.telemetry import logs
 

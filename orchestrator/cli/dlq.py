@@ -11,7 +11,7 @@ import click
 from orchestrator.cli import REFUSED
 from orchestrator.cli.http import Api, job_path, with_api
 from orchestrator.cli.options import Command, as_json
-from orchestrator.cli.output import print_json, print_record, print_table
+from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
 from orchestrator.errors import NotFound
 
 _LISTED = ("job_id", "type", "agent", "pool_id", "reason", "attempts", "redrives", "buried_at", "last_error")
@@ -60,8 +60,7 @@ def list_letters(api: Api, *, as_json: bool, **filters: Any) -> None:
         return
     print_table(_LISTED, page["dead_letters"], empty="no dead letters")
     click.echo(f"{len(page['dead_letters'])} of {page['total']}", err=True)
-    if page.get("next_cursor"):
-        click.echo(f"more: --cursor {page['next_cursor']}", err=True)
+    tell_of_next(page)
 
 
 @dlq.command()
@@ -82,7 +81,7 @@ def show(api: Api, job_id: str, *, as_json: bool) -> None:
     click.echo()
     print_record(job)
     click.echo()
-    print_table(["ts", "event_type", "attempt", "worker_id", "actor", "details"], events)
+    print_events(events)
 
 
 @dlq.command()

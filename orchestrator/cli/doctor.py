@@ -11,10 +11,11 @@ import click
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json
 from orchestrator.cli.schema import opened
+from orchestrator.config import Loaded
 from orchestrator.errors import OrchestratorError
 from orchestrator.gpu import backends
 from orchestrator.identity import node_id
-from orchestrator.settings import Loaded, Settings, safe_url
+from orchestrator.settings import Settings, safe_url
 from orchestrator.store import migrate
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now

@@ -12,7 +12,7 @@ import click
 
 from orchestrator.cli.http import Api, job_path, with_api
 from orchestrator.cli.options import as_json
-from orchestrator.cli.output import print_json, print_record, print_table
+from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
 from orchestrator.jobs import TERMINAL, Status
 
 #: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.
@@ -85,8 +85,7 @@ def list_jobs(api: Api, *, as_json: bool, **filters: Any) -> None:
         print_json(page)
         return
     print_table(_LISTED, page["jobs"], empty="no jobs")
-    if page.get("next_cursor"):
-        click.echo(f"more: --cursor {page['next_cursor']}", err=True)
+    tell_of_next(page)
 
 
 @jobs.command()
@@ -99,7 +98,7 @@ def events(api: Api, job_id: str, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
-        print_table(["ts", "event_type", "attempt", "worker_id", "actor", "details"], answer["events"])
+        print_events(answer["events"])
 
 
 @jobs.command()

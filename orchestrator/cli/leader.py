@@ -7,11 +7,11 @@ import click
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json, print_record
 from orchestrator.cli.schema import opened, require_schema
+from orchestrator.config import Loaded
 from orchestrator.identity import instance_id
 from orchestrator.leader import duties, term
 from orchestrator.leader.duties import DUTIES, DutyContext
 from orchestrator.publisher import Publisher
-from orchestrator.settings import Loaded
 from orchestrator.store import leadership
 from orchestrator.stream.hub import Hub
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from orchestrator import settings
+from orchestrator.config import load
 from orchestrator.settings import FIELDS
 
 #: Flags whose name is not simply that of the field.
@@ -43,7 +43,7 @@ def with_settings(*fields: str, **renamed: str) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def call(*args: Any, config: Path | None, **kwargs: Any) -> Any:
             flags = {field: _value(field, kwargs.pop(field)) for field in names}
-            return command(settings.load(cli=flags, config_file=config), *args, **kwargs)
+            return command(load(cli=flags, config_file=config), *args, **kwargs)
 
         flagged: Command = call
         for field, name in reversed(names.items()):

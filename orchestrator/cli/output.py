@@ -42,6 +42,17 @@ def print_record(record: Mapping[str, Any]) -> None:
         click.echo(f"{key.ljust(width)}{GAP}{_cell(value)}")
 
 
+def print_events(events: Iterable[Mapping[str, Any]]) -> None:
+    """A job's history."""
+    print_table(["ts", "event_type", "attempt", "worker_id", "actor", "details"], events)
+
+
+def tell_of_next(page: Mapping[str, Any]) -> None:
+    """How to go on, beside the output: what is piped stays a table."""
+    if page.get("next_cursor"):
+        click.echo(f"more: --cursor {page['next_cursor']}", err=True)
+
+
 def _widths(table: Sequence[Sequence[str]], limit: int | None) -> list[int]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     while limit and sum(widths) + len(GAP) * (len(widths) - 1) > limit and max(widths) > MIN_WIDTH:

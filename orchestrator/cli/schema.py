@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import click
 
 from orchestrator.cli.options import with_settings
+from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
-from orchestrator.settings import Loaded, Settings, safe_url
+from orchestrator.settings import Settings, safe_url
 from orchestrator.store import migrate as migrations
 from orchestrator.store.database import Database
 

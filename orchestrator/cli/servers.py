@@ -11,7 +11,8 @@ import click
 
 from orchestrator.cli.options import with_settings
 from orchestrator.cli.schema import opened, require_schema
-from orchestrator.settings import Loaded, Settings
+from orchestrator.config import Loaded
+from orchestrator.settings import Settings
 from orchestrator.store import migrate
 from orchestrator.telemetry import logs
 
@@ -45,9 +46,8 @@ def serve(loaded: Loaded, *, migrate_first: bool) -> None:
 )
 def worker(loaded: Loaded) -> int:
     """Run jobs on this machine: one supervisor, a child process per slot."""
-    from worker.supervisor import (
-        run,
-    )  # the worker imports the orchestrator, never the reverse, save this command
+    # The worker imports the orchestrator, never the reverse, save this command.
+    from worker.supervisor import run
 
     logs.configure(loaded.settings)
     # Handlers are found beside the person who starts the worker, as with `python -m`.

@@ -1,8 +1,7 @@
 """What a leader does: a table of duties. Each is a function of the context that returns how much it did.
 
 A duty is idempotent, does a bounded amount per call, and writes to the database only through its term (announcing
-jobs is the publisher's, which needs none). When it returns a full
-batch it is called again at once.
+jobs is the publisher's, which needs none). When it returns a full batch it is called again at once.
 """
 
 from __future__ import annotations
@@ -66,13 +65,18 @@ def repair(context: DutyContext) -> int:
 
 
 def _in_every_lane(context: DutyContext, work: Callable[[str], int]) -> int:
-    """Do it in all lanes, then report the first that failed: a broken lane must not hold up the others."""
+    """Do it in all lanes, then report the first that failed: a broken lane must not hold up the others.
+
+    A server that does not answer at all is asked once, not once for each lane: other duties wait meanwhile.
+    """
     did, failures = 0, []
     for lane in context.lanes():
         try:
             did += work(lane)
         except RedisUnavailable as broken:
             failures.append(broken)
+            if not broken.answered:
+                break
     if failures:
         raise failures[0]
     return did
@@ -81,7 +85,8 @@ def _in_every_lane(context: DutyContext, work: Callable[[str], int]) -> int:
 def _repair_lane(context: DutyContext, lane: str) -> int:
     after_s = context.settings.republish_after_s
     announced = context.term.db.read(lambda conn: outbox.announced(conn, lane, after_s, BATCH))
-    if not announced:
+    # Without rows to compare there may still be entries that nobody will get: they fill the window.
+    if not announced and not context.hub.lane(lane).length():
         return 0
     # The entries are read after the rows: what was announced in between is seen, what was claimed is guarded.
     survey = context.hub.lane(lane).survey(limit=4 * context.settings.lane_window_max)
@@ -166,10 +171,12 @@ def expire(context: DutyContext) -> int:
 def tell_dead_letters(context: DutyContext) -> int:
     """Tell the dead-letter stream of jobs that were given up. A crash in between tells it twice, never not at all."""
     # Read under the term: a leader that was replaced must not tell what its successor tells.
-    letters = context.term.write(lambda conn: dead_letters.untold(conn, BATCH))
-    entries = context.hub.bury(letters)
-    told = dict(zip((letter.job_id for letter in letters), entries, strict=True))
-    return context.term.write(lambda conn: dead_letters.told(conn, told)) if told else 0
+    untold = context.term.write(lambda conn: dead_letters.untold(conn, BATCH))
+    entries = context.hub.bury([item.letter for item in untold])
+    told = dict(zip(untold, entries, strict=True))
+    gone = context.term.write(lambda conn: dead_letters.told(conn, told)) if told else []
+    context.hub.unbury(gone)
+    return len(told)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Term:
 
 
 class Candidate:
-    """Stands for election and keeps what it wins. Not thread-safe: one thread calls it."""
+    """Stands for election and keeps what it wins. One thread calls it, save where a method says otherwise."""
 
     def __init__(self, db: Database, settings: Settings, holder: str) -> None:
         self._db = db

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, insert, or_, select, update
@@ -55,7 +56,12 @@ def add(conn: Connection, job_id: str, reason: str, attempts: int, origin_id: st
 # ── the leader tells the stream ─────────────────────────────────────────────────────────────────────────────────
 
 
-def untold(conn: Connection, limit: int) -> list[DeadLetter]:
+class Untold(NamedTuple):
+    letter: DeadLetter
+    buried_at: datetime
+
+
+def untold(conn: Connection, limit: int) -> list[Untold]:
     """Letters that the stream has not been told of."""
     rows = conn.execute(
         in_order(
@@ -65,20 +71,39 @@ def untold(conn: Connection, limit: int) -> list[DeadLetter]:
                 dead_letters.c.attempts,
                 jobs.c.last_error,
                 dead_letters.c.reason,
+                dead_letters.c.buried_at,
             )
         )
         .select_from(_BESIDE_ITS_JOB)
         .where(dead_letters.c.entry_id.is_(None))
         .limit(limit)
     )
-    return [DeadLetter(row.job_id, row.origin_id, row.attempts, row.last_error or "", row.reason) for row in rows]
+    return [
+        Untold(
+            DeadLetter(row.job_id, row.origin_id, row.attempts, row.last_error or "", row.reason),
+            row.buried_at,
+        )
+        for row in rows
+    ]
 
 
-def told(conn: Connection, entry_ids: dict[str, str]) -> int:
-    """Remember under which entry each letter stands in the stream."""
-    for job_id, entry_id in sorted(entry_ids.items()):  # in the order in which others lock them
-        conn.execute(update(dead_letters).where(dead_letters.c.job_id == job_id).values(entry_id=entry_id))
-    return len(entry_ids)
+def told(conn: Connection, entry_ids: dict[Untold, str]) -> list[str]:
+    """Remember under which entry each letter stands in the stream; the entries of letters that have left since."""
+    gone = []
+    for item in sorted(entry_ids, key=lambda item: item.letter.job_id):  # in the order in which others lock them
+        # Redriven meanwhile, and dead again: that letter is another one, and still untold.
+        marked = conn.execute(
+            update(dead_letters)
+            .where(
+                dead_letters.c.job_id == item.letter.job_id,
+                dead_letters.c.buried_at == item.buried_at,
+                dead_letters.c.entry_id.is_(None),
+            )
+            .values(entry_id=entry_ids[item])
+        )
+        if marked.rowcount == 0:
+            gone.append(entry_ids[item])
+    return gone
 
 
 # ── operators look, redrive and purge ───────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ClauseElement, Connection, bindparam, delete, func, select, update
+from sqlalchemy import ClauseElement, Connection, bindparam, case, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
@@ -57,7 +57,10 @@ _TAKE = (
     .values(leased_mb=gpus.c.leased_mb + bindparam("need"))
 )
 _GIVE = (
-    update(gpus).where(gpus.c.gpu_uuid == bindparam("uuid")).values(leased_mb=gpus.c.leased_mb - bindparam("amount"))
+    update(gpus)
+    .where(gpus.c.gpu_uuid == bindparam("uuid"))
+    # Never below zero, whoever edited the account: a lease that cannot end would hold up all others.
+    .values(leased_mb=case((gpus.c.leased_mb < bindparam("amount"), 0), else_=gpus.c.leased_mb - bindparam("amount")))
 )
 _NOW = select(utc_now())
 

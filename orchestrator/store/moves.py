@@ -45,6 +45,11 @@ class Claimant:
     lease_ttl_s: float
     gpu_stale_s: float
 
+    @property
+    def owner(self) -> str | None:
+        """As it stands in the rows; nobody for jobs whose owner was not written down."""
+        return self.worker_id or None
+
 
 @lru_cache(maxsize=64)
 def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
@@ -54,8 +59,12 @@ def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
         | {column: bindparam(f"set_{column}") for column in columns}
         | _CONSEQUENCES.get(arrow, {})
     )
-    # After a cancel no attempt may report anything but that it has stopped.
-    wanted = [jobs.c.cancel_requested_at.is_(None)] if arrow.source == OWNED and arrow is not job_rules.STOP else []
+    guards = []
+    if arrow.source <= OWNED:
+        guards.append(jobs.c.worker_id.is_not_distinct_from(bindparam("owner", type_=String)))
+    if arrow.source == OWNED and arrow is not job_rules.STOP:
+        # After a cancel no attempt may report anything but that it has stopped.
+        guards.append(jobs.c.cancel_requested_at.is_(None))
     return Hot(
         lambda ids: (
             by_key(update(jobs))
@@ -63,7 +72,7 @@ def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
                 jobs.c.job_id.in_(ids),
                 jobs.c.status.in_(sources),
                 jobs.c.attempt == bindparam("owned_attempt"),
-                *wanted,
+                *guards,
             )
             .values(values)
         )
@@ -138,9 +147,10 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
 def move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], **values: Any) -> int:
     """Move jobs along one arrow while they are where it starts and `attempt` is still theirs; how many moved.
 
-    Two values are no columns: `delay_s` says when the job is due again, `leased` that a claim comes with a lease.
+    Three values are no columns: `delay_s` says when the job is due again, `leased` that a claim comes with a lease,
+    `owner` who must own a job that is owned.
     """
-    extra: dict[str, Any] = {name: values.pop(name) for name in ("delay_s", "leased") if name in values}
+    extra: dict[str, Any] = {name: values.pop(name) for name in ("delay_s", "leased", "owner") if name in values}
     if "leased" in extra:
         extra["lease_end"] = f":{attempt + 1}"
     statement = _statement(arrow, tuple(sorted(values)))

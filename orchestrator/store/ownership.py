@@ -39,12 +39,13 @@ _OWNERSHIP = Hot(
 )
 
 
-def owns(conn: Connection, job_id: str, attempt: int) -> bool:
+def owns(conn: Connection, job_id: str, attempt: int, worker_id: str) -> bool:
     """Whether this attempt owns its job and may still finish it."""
     found = conn.execute(
         select(jobs.c.job_id).where(
             jobs.c.job_id == job_id,
             jobs.c.attempt == attempt,
+            jobs.c.worker_id == worker_id,
             jobs.c.status.in_(sorted(OWNED)),
             jobs.c.cancel_requested_at.is_(None),
         )

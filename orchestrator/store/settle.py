@@ -91,15 +91,15 @@ def record(
     """Write what a worker's attempts did, after a look at who owns each job."""
     ids = [start.job_id for start in starts] + [end.job_id for end in ends]
     rows = ownership.lock(conn, ids)
-    _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, {Status.CLAIMED})])
+    _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, by, {Status.CLAIMED})])
     settled = []
     events: list[audit.Event] = []
     finished: list[End] = []
     for end in ends:
         row = rows.get(end.job_id)
-        if row is not None and (first := _already(row, end)):
+        if row is not None and (first := _already(row, end, by)):
             settled.append(Settled(end, first, row.attempts))  # our own commit, whose answer was lost
-        elif row is None or not _owns(rows, end, job_rules.OWNED):
+        elif row is None or not _owns(rows, end, by, job_rules.OWNED):
             settled.append(Settled(end, None))
         elif row.cancelled_s is not None:
             settled.append(Settled(end, _stop(conn, by, row, end, events), row.attempts))
@@ -127,29 +127,32 @@ _ENDED_BY = {
 }
 
 
-def _already(row: Row[Any], end: End) -> Arrow | None:
+def _already(row: Row[Any], end: End, by: Claimant) -> Arrow | None:
     """The arrow that this very end took before; the kind of error tells a worker's end from the leader's."""
-    if row.attempt == end.attempt and row.status == Status.CANCELLED:
+    if (row.attempt, row.worker_id) != (end.attempt, by.owner):
+        return None
+    if row.status == Status.CANCELLED:
         return job_rules.STOP
-    if row.attempt != end.attempt or (end.outcome is Outcome.FAILED and row.error_kind != end.error_kind):
+    if end.outcome is Outcome.FAILED and row.error_kind != end.error_kind:
         return None
     return _ENDED_BY.get((end.outcome, row.status))
 
 
-def _owns(rows: Mapping[str, Row[Any]], event: Start | End, states: Collection[Status]) -> bool:
+def _owns(rows: Mapping[str, Row[Any]], event: Start | End, by: Claimant, states: Collection[Status]) -> bool:
+    """The worker counts as well as the attempt: a job that was purged and submitted again begins at attempt 1."""
     row = rows.get(event.job_id)
-    return row is not None and row.attempt == event.attempt and row.status in states
+    return row is not None and (row.attempt, row.worker_id) == (event.attempt, by.owner) and row.status in states
 
 
 def _start(conn: Connection, by: Claimant, rows: Sequence[Row[Any]]) -> None:
     for attempt, ids in by_attempt(rows):
-        move(conn, job_rules.START, attempt, ids)
+        move(conn, job_rules.START, attempt, ids, owner=by.owner)
     audit.record(conn, [job_event(job_rules.START, row.job_id, row.attempt, by, None) for row in rows])
 
 
 def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.Event]:
     for attempt, ids in by_attempt(ends):
-        if move(conn, job_rules.FINISH, attempt, ids) != len(ids):
+        if move(conn, job_rules.FINISH, attempt, ids, owner=by.owner) != len(ids):
             raise NotAllOwned
     rows = [
         {"job_id": end.job_id, "attempt": end.attempt, "result": end.result, "run_seconds": end.run_seconds}
@@ -161,7 +164,7 @@ def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.E
 
 def _stop(conn: Connection, by: Claimant, row: Row[Any], end: End, events: list[audit.Event]) -> Arrow:
     """Cancelled while it ran: however the attempt ended, its process is gone now, and nothing else counts."""
-    move(conn, job_rules.STOP, row.attempt, [row.job_id])
+    move(conn, job_rules.STOP, row.attempt, [row.job_id], owner=by.owner)
     details = {"stop_seconds": round(float(row.cancelled_s), 3), "ended_as": end.outcome.value}
     events.append(job_event(job_rules.STOP, row.job_id, row.attempt, by, details))
     return job_rules.STOP
@@ -190,7 +193,7 @@ def _end_otherwise(
         arrow = step.arrow
         if arrow is job_rules.RETRY:
             values["delay_s"] = step.delay_s
-    move(conn, arrow, row.attempt, [row.job_id], **values)
+    move(conn, arrow, row.attempt, [row.job_id], owner=by.owner, **values)
     if arrow is job_rules.BURY:
         dead_letters.add(conn, row.job_id, str(end.error_kind), row.attempts, end.origin_id)
     details = {"error": error[:500], "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}
@@ -206,8 +209,9 @@ def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit:
     """
     owned = conn.execute(
         select(jobs.c.job_id, jobs.c.attempt)
-        .where(jobs.c.worker_id == (dead.worker_id or None), jobs.c.status.in_(sorted(job_rules.OWNED)))
+        .where(jobs.c.worker_id == dead.owner, jobs.c.status.in_(sorted(job_rules.OWNED)))
         .limit(limit)
+        .with_for_update(skip_locked=True)  # whoever holds a row must not hold up the leader: next time, then
     ).all()
     reason = f"worker {dead.worker_id or 'unknown'} stopped sending heartbeats"
     ends = [

@@ -1,7 +1,7 @@
 """Delivery: everything in Redis (or Valkey), and the only importer of redis.
 
-Nothing here is the truth: every key can be lost, and all but the dead letters, which repeat what the rows say, are
-rebuilt from the database.
+Nothing here is the truth: every key can be lost. The lanes are rebuilt from the database; the dead letters only repeat
+what the rows say, and a bell that nobody heard costs a moment.
 
 | key (after the prefix, by default `stream:orchestrator:`) | type | meaning | written by |
 |---|---|---|---|
@@ -9,7 +9,11 @@ rebuilt from the database.
 | `inference_jobs:POOL` | stream | window of a pool's own lane | publisher |
 | `{STREAM}:epoch` | string | highest leader epoch that touched the lane; older ones are refused | leader |
 | `{STREAM}:aside:TIME` | any | what stood in place of a lane and was no stream; kept for its owner | publisher |
-| `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | workers, leader |
+| `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | leader, workers |
+| `control` | stream | a bell: whoever hears it looks into the database now; field `what` | API |
+
+Workers tell `dlq` only of entries that name no job; the API takes back what was redriven or purged. `writable` is never
+created: writing no byte to it shows whether the server takes writes.
 
 Groups: `cg:inference` on the default lane, `cg:inference:POOL` on a pool's. A consumer is a worker's id, which is
 new at every start, so that nobody inherits entries by accident.

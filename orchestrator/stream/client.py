@@ -41,4 +41,4 @@ def named_errors(settings: Settings, client: redis.Redis) -> Iterator[None]:
             # The primary was demoted. Its name may lead to the new one by now; these connections never will.
             client.connection_pool.disconnect(inuse_connections=False)
         message = f"{safe_url(settings.redis_url)}: {error}"
-        raise RedisUnavailable(message) from error
+        raise RedisUnavailable(message, answered=isinstance(error, redis.ResponseError)) from error

@@ -1,4 +1,4 @@
-"""One process's door to Redis: lanes, dead letters, and the health of the server."""
+"""One process's door to Redis: lanes, the doorbell, dead letters, and the health of the server."""
 
 from __future__ import annotations
 

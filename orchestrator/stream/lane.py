@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,16 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 import redis
 
 from orchestrator.errors import StaleEpoch
-from orchestrator.jobs import DEFAULT_LANE, NAME, Ready
+from orchestrator.jobs import DEFAULT_LANE, Ready
+from orchestrator.names import is_name
 from orchestrator.settings import Settings
 from orchestrator.stream.client import named_errors
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-MAX_JOB_ID = 128
-_JOB_ID = re.compile(NAME.strip("^$").encode())
 
 #: What Redis says about a key that is no stream, and about one whose last id is the last there can be.
 _BEYOND_USE = ("WRONGTYPE", "exhausted the last possible ID")
@@ -297,8 +294,8 @@ def _entries(rows: Sequence[tuple[Any, Any]]) -> list[Entry]:
 
 def _job_id(fields: dict[bytes, bytes] | None) -> str | None:
     """The job an entry names; None for anything that cannot be the id of a job, whoever wrote it."""
-    raw = (fields or {}).get(b"job_id", b"")
-    return raw.decode() if len(raw) <= MAX_JOB_ID and _JOB_ID.fullmatch(raw) else None
+    named = (fields or {}).get(b"job_id", b"").decode(errors="replace")
+    return named if is_name(named) else None
 
 
 def _order(entry_id: bytes | str) -> tuple[int, int]:

@@ -104,7 +104,7 @@ def test_a_frozen_database_is_a_503_within_the_limit(mortal: tuple[Running, Mari
 
 PROGRAM = """
 from orchestrator.api.server import serve
-from orchestrator.settings import load
+from orchestrator.config import load
 from orchestrator.telemetry import logs
 settings = load().settings
 logs.configure(settings)

@@ -6,7 +6,6 @@ its database while the others keep theirs.
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -16,12 +15,13 @@ from typing import Any, Self
 import httpx
 import pymysql
 
+from orchestrator.children import dying_with_parent
 from orchestrator.settings import Settings
 from tests.chaos.clock import Clock
 from tests.chaos.history import Recorder
 from tests.cluster import Member
 from tests.proxy import Proxy
-from tests.servers import DIE_WITH_PARENT, MariaDB, Redis, free_port
+from tests.servers import MariaDB, Redis, free_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ class Site:
             log,
             path=os.pathsep.join([str(self._build), str(ROOT)]),
             cwd=self._build,
-            prefix=[sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, str(os.getpid())],
+            prefix=dying_with_parent([]),
             environment=self.clock.environment,
         )
         return self.member

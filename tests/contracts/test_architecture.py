@@ -27,7 +27,7 @@ DOORS = {
     "worker": ("worker/", "orchestrator/cli/"),
 }
 #: Files that must know which database they talk to.
-DIALECT_FILES = ("orchestrator/store/dialect.py", "orchestrator/settings.py", "orchestrator/embedded.py")
+DIALECT_FILES = ("orchestrator/store/dialect.py", "orchestrator/settings.py")
 DIALECT_WORD = re.compile(r"mysql|mariadb|sqlite|pymysql", re.IGNORECASE)
 
 
@@ -59,7 +59,18 @@ ABOVE = {
     "orchestrator/leader/": ("orchestrator.daemon", "orchestrator.api", "orchestrator.cli"),
     **{
         f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
-        for pure in ("errors", "identity", "jobs", "jsontext", "leases", "placement", "ranking", "settings")
+        for pure in (
+            "config",
+            "errors",
+            "identity",
+            "jobs",
+            "jsontext",
+            "leases",
+            "names",
+            "placement",
+            "ranking",
+            "settings",
+        )
     },
 }
 

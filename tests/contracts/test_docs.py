@@ -48,9 +48,9 @@ def rows(name: str) -> dict[str, list[str]]:
 
 
 def setting_row(key: str) -> list[str]:
-    default = settings._to_text(settings.FIELDS[key].default)
+    default = settings.to_text(settings.FIELDS[key].default)
     return [
-        f"`{settings._variable(key)}`",
+        f"`{settings.variable(key)}`",
         f"`{default}`" if default else "none",
         settings.FIELDS[key].description or "",
     ]

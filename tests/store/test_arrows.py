@@ -134,15 +134,19 @@ def test_an_arrow_is_refused_for_another_attempt(db, arrow, attempt):
 
 
 @pytest.mark.parametrize("arrow", ARROWS, ids=names)
-def test_the_update_itself_is_guarded_by_state_and_attempt(db, arrow):
+def test_the_update_itself_is_guarded_by_state_attempt_and_owner(db, arrow):
     """Below the functions: were their checks wrong, the UPDATE still would not match."""
-    values = {"delay_s": 1.0} if arrow in {rules.RETRY, rules.DEFER, rules.REDRIVE} else {}
+    values: dict[str, Any] = {"delay_s": 1.0} if arrow in {rules.RETRY, rules.DEFER, rules.REDRIVE} else {}
+    if arrow.source <= OWNED:
+        values["owner"] = "somebody-else"
     by_state = {state: job_in(db, state, arrow) for state in Status}
     outside = [job_id for state, job_id in by_state.items() if state not in arrow.source]
     inside = [job_id for state, job_id in by_state.items() if state in arrow.source]
     before = everything(db)
     assert db.write(lambda conn: move(conn, arrow, 1, outside, **values)) == 0
     assert db.write(lambda conn: move(conn, arrow, 2, inside, **values)) == 0
+    if "owner" in values:
+        assert db.write(lambda conn: move(conn, arrow, 1, inside, **values | {"owner": "a-third"})) == 0
     assert everything(db) == before
     assert db.write(lambda conn: move(conn, arrow, 1, inside, **values)) == len(inside)
 
@@ -150,7 +154,7 @@ def test_the_update_itself_is_guarded_by_state_and_attempt(db, arrow):
 @pytest.mark.parametrize("arrow", [arrow for arrow in OF_AN_ATTEMPT if arrow.source == OWNED], ids=names)
 def test_after_a_cancel_the_update_itself_lets_an_attempt_only_stop(db, arrow):
     """INV-11, below the functions."""
-    values = {"delay_s": 1.0} if arrow is rules.RETRY else {}
+    values = {"owner": "somebody-else"} | ({"delay_s": 1.0} if arrow is rules.RETRY else {})
     ids = [job_in(db, state, arrow) for state in sorted(OWNED)]
     for job_id in ids:
         set_job(db, job_id, cancel_requested_at=utc_now())

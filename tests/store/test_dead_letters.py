@@ -127,27 +127,40 @@ def test_a_job_that_its_lost_worker_took_along_leaves_a_letter_too(db):
 
 def test_what_the_stream_was_told_is_not_told_again(db):
     first, second = bury(db, 2)
-    assert {letter.job_id for letter in untold(db)} == {first, second}
-    assert db.write(lambda conn: dead_letters.told(conn, {first: "1-1"})) == 1
-    assert untold(db) == [DeadLetter(second, "7-1", 1, "it broke", "transient")]
+    found = {item.letter.job_id: item for item in untold(db)}
+    assert found.keys() == {first, second}
+    assert db.write(lambda conn: dead_letters.told(conn, {found[first]: "1-1"})) == []
+    assert [item.letter for item in untold(db)] == [DeadLetter(second, "7-1", 1, "it broke", "transient")]
     assert letters(db)[first].entry_id == "1-1"
 
 
 def test_a_letter_that_left_meanwhile_is_not_brought_back(db):
     (job_id,) = bury(db)
-    assert len(untold(db)) == 1
+    (item,) = untold(db)
     redrive(db, [job_id])
-    db.write(lambda conn: dead_letters.told(conn, {job_id: "1-1"}))
+    assert db.write(lambda conn: dead_letters.told(conn, {item: "1-1"})) == ["1-1"]
     assert letters(db) == {}
+
+
+def test_a_job_that_dies_again_while_its_first_letter_is_told_gets_a_second(db):
+    hand = hire(db)
+    (job_id,) = submit(db, max_attempts=1)
+    hand.fail(hand.claim(job_id)[0], ErrorKind.TRANSIENT)
+    (item,) = untold(db)
+    redrive(db, [job_id])
+    hand.fail(hand.claim(job_id)[0], ErrorKind.TRANSIENT)
+    assert db.write(lambda conn: dead_letters.told(conn, {item: "1-1"})) == ["1-1"]
+    assert [again.letter.job_id for again in untold(db)] == [job_id]
 
 
 def test_the_leader_tells_while_an_operator_redrives_and_neither_loses(maria_db):
     ids, barrier = bury(maria_db, 40), Barrier(2)
+    found = untold(maria_db)
 
     def tell():
         barrier.wait(30)
         for n in range(20):
-            maria_db.write(lambda conn, n=n: dead_letters.told(conn, dict.fromkeys(reversed(ids), f"{n}-1")))
+            maria_db.write(lambda conn, n=n: dead_letters.told(conn, dict.fromkeys(reversed(found), f"{n}-1")))
 
     def start_over():
         barrier.wait(30)
@@ -169,7 +182,8 @@ def test_a_redriven_job_keeps_its_history_and_begins_its_charges_anew(db):
     for _ in range(2):
         (claim,) = hand.claim(job_id)
         hand.fail(claim, ErrorKind.WORKER_LOST)
-    db.write(lambda conn: dead_letters.told(conn, {job_id: "5-5"}))
+    (item,) = db.read(lambda conn: dead_letters.untold(conn, 10))
+    db.write(lambda conn: dead_letters.told(conn, {item: "5-5"}))
     rank, before = row(db, job_id).rank, history(db, job_id)
     removed = redrive(db, [job_id], actor="me")
     assert (removed.job_ids, removed.lanes, removed.entry_ids) == ([job_id], {"default"}, ["5-5"])
@@ -328,7 +342,7 @@ def test_a_job_that_nobody_knows_cannot_be_redriven(db):
 
 def test_a_letter_leaves_with_its_job_and_names_its_entry(db):
     (job_id,) = bury(db)
-    db.write(lambda conn: dead_letters.told(conn, {job_id: "5-5"}))
+    db.write(lambda conn: dead_letters.told(conn, dict.fromkeys(dead_letters.untold(conn, 1), "5-5")))
     assert redrive_one(db, job_id).entry_ids == ["5-5"]
     assert letters(db) == {}
 
@@ -345,7 +359,8 @@ def test_a_redrive_whose_answer_was_lost_is_no_refusal(db, lose_commits):
 
 def test_what_is_purged_is_gone_and_the_audit_trail_knows(db):
     ids = bury(db, 3)
-    db.write(lambda conn: dead_letters.told(conn, {ids[0]: "5-5"}))
+    (first,) = [item for item in untold(db) if item.letter.job_id == ids[0]]
+    db.write(lambda conn: dead_letters.told(conn, {first: "5-5"}))
     removed = purge(db, ids[:2], actor="me")
     assert (removed.job_ids, removed.entry_ids) == (ids[:2], ["5-5"])
     assert [job.job_id for job in rows(db, schema.jobs)] == ids[2:] == list(letters(db))

@@ -207,10 +207,10 @@ def test_a_cancelled_stray_is_ended_not_handed_back(db):
 def test_an_attempt_that_was_asked_to_stop_owns_nothing_it_could_still_finish(db):
     hand = hire(db)
     (claim,) = hand.claim(*submit(db))
-    owns = [db.read(lambda conn, n=n: ownership.owns(conn, claim.job_id, n)) for n in (0, 1, 2)]
+    owns = [db.read(lambda conn, n=n: ownership.owns(conn, claim.job_id, n, hand.worker_id)) for n in (0, 1, 2)]
     assert owns == [False, True, False]
     cancelled(db, claim.job_id)
-    assert not db.read(lambda conn: ownership.owns(conn, claim.job_id, 1))
+    assert not db.read(lambda conn: ownership.owns(conn, claim.job_id, 1, hand.worker_id))
 
 
 def test_cancel_races_the_end_and_one_of_them_wins(maria_db):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from orchestrator.config import Loaded, describe, load
 from orchestrator.errors import ConfigError
-from orchestrator.settings import FIELDS, RELATIONS, Loaded, RetryRule, Settings, describe, load, safe_url
+from orchestrator.settings import FIELDS, RELATIONS, RetryRule, Settings, safe_url
 
 MARIADB = "mysql+pymysql://orch:s3cr3t@db:3306/orchestrator"
 REDIS = "rediss://:s3cr3t@redis:6379/1"
@@ -589,7 +590,7 @@ def test_every_number_survives_the_round_trip():
 
 
 def test_a_real_child_process_gets_the_same_settings():
-    program = "from orchestrator.settings import load; print(load().settings.environment())"
+    program = "from orchestrator.config import load; print(load().settings.environment())"
     environment = Settings(**CHANGED).environment()
     environ = {**environment, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUTF8": "1"}
     child = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)

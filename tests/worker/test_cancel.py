@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.store import audit, ownership, withdraw
+from orchestrator.store import audit, withdraw
 from tests.waiting import wait_until
 from tests.worker.test_worker import events, leased, submit
 
@@ -126,11 +126,9 @@ def test_a_result_that_comes_after_the_cancel_is_refused(cluster, orchestrator, 
 
 def test_a_handler_that_does_not_look_is_interrupted_and_may_clean_up(cluster, orchestrator, worker, notes):
     job_id = start(cluster, orchestrator, notes, "unaware")
-    slots = worker.children()
     cancel(cluster, orchestrator, job_id)
     cluster.wait_for(job_id, "cancelled")
     assert "cleaned up" in notes.read_text()
-    assert worker.children() == slots
     assert details(cluster, job_id)["stop_seconds"] >= 0.3
 
 
@@ -216,7 +214,6 @@ def test_an_attempt_that_was_given_away_puts_nothing_in_place(cluster, orchestra
     worker.send(signal.SIGSTOP)  # its slots go on
     wait_until(lambda: cluster.job(job_id)["status"] == "pending", timeout=20, what="given away")
     gate.unlink()
-    assert not cluster.db.read(lambda conn: ownership.owns(conn, job_id, 1))
     cluster.worker(path=str(tmp_path), worker_handlers=("cancel_handlers",))
     cluster.wait_for(job_id, "done")
     worker.send(signal.SIGCONT)

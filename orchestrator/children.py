@@ -1,0 +1,36 @@
+"""Child processes that do not outlive us: however we end, the kernel ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+# PR_SET_PDEATHSIG (1) survives exec, so the child keeps the process id that Popen knows. Not a preexec_fn:
+# that is unsafe once there are threads. A parent gone before prctl sends no signal, hence the second look.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """The command, to be killed with the *thread* that starts it: choose one that outlives it."""
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM, time to leave, SIGKILL to all of its group. A second Ctrl-C cuts the time short."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        # It leads a session of its own, so its group has its number and none of us in it.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
