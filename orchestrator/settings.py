@@ -153,7 +153,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 UpTo100 = Annotated[int, Field(ge=1, le=100)]
 UpTo512 = Annotated[int, Field(ge=1, le=512)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Bytes = Annotated[int, Field(ge=1, le=2**30)]
+# Escaped, it doubles, and must still fit into a packet of 16 MiB, which is as much as MariaDB takes by default.
+Bytes = Annotated[int, Field(ge=1, le=6 * 2**20)]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -221,7 +222,7 @@ class Settings(BaseModel):
     gpu_stale_s: Seconds = _is(5.0, "a GPU not measured for this long grants no lease")
     lane_window_min: Count = _is(32, "entries kept published per lane, at least")
     lane_window_max: Count = _is(4096, "entries kept published per lane, at most")
-    payload_max_bytes: Bytes = _is(1_048_576, "largest payload of a job")
+    payload_max_bytes: Bytes = _is(1_048_576, "largest payload and largest result of a job; at most 6 MiB")
     payload_max_depth: UpTo512 = _is(64, "deepest nesting of a payload")
     batch_max_jobs: Count = _is(1000, "most jobs in one batch submit")
     wait_max_s: Seconds = _is(60.0, "longest time a request may wait for a job to finish")

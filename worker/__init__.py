@@ -6,7 +6,9 @@
     ├─ ledger      claims + leases, starts, ends → one transaction → XACK + XDEL
     ├─ publisher   keep the lane's window filled
     ├─ doorbell    hear that something changed, and make the next heartbeat come now
+    ├─ ownership   answer handlers that ask whether their job is still their own
     └─ keepalive   heartbeat, leases, GPU sample; depends on nothing that a handler can block
+                   └ lifeline: until when leased jobs may run, in memory that every slot watches
 
 A handler's module imports only what is exported here.
 """

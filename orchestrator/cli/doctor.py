@@ -19,7 +19,7 @@ from orchestrator.settings import Settings, safe_url
 from orchestrator.store import migrate
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now
-from orchestrator.stream.client import connect, named_errors
+from orchestrator.stream import server
 
 #: Oldest versions that everything here is tested with.
 OLDEST_DATABASE = {"mysql": (10, 6), "sqlite": (3, 35)}
@@ -92,22 +92,16 @@ def _schema(db: Database) -> Iterator[Finding]:
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
-    with connect(settings) as client, named_errors(settings, client):
-        server = client.info("server")
-        values = client.config_get("maxmemory-policy", "appendonly")
-    found = {_text(key): _text(value) for key, value in values.items()}
-    kind = "valkey" if "valkey_version" in server else "redis"
-    version = str(server[f"{kind}_version"])
-    new_enough = tuple(int(part) for part in version.split(".")[:2]) >= OLDEST_REDIS
+    found = server.describe(settings)
+    new_enough = tuple(int(part) for part in found.version.split(".")[:2]) >= OLDEST_REDIS
     hint = "" if new_enough else f"; needs {_dotted(OLDEST_REDIS)} or later"
-    yield Finding("redis", new_enough, f"{safe_url(settings.redis_url)}, {kind} {version}{hint}")
-    policy = found.get("maxmemory-policy", "unknown")
-    safe = policy == "noeviction"
+    yield Finding("redis", new_enough, f"{safe_url(settings.redis_url)}, {found.kind} {found.version}{hint}")
+    safe = found.maxmemory_policy == "noeviction"
     hint = "" if safe else "; set it to noeviction, or streams may be evicted"
-    yield Finding("maxmemory-policy", safe, policy + hint)
+    yield Finding("maxmemory-policy", safe, found.maxmemory_policy + hint)
     # Not a fault: what a restart loses is published again from the database.
-    kept = found.get("appendonly") == "yes"
-    yield Finding("appendonly", ok=True, detail="yes" if kept else "no; a restart of Redis delays jobs, loses none")
+    kept = "yes" if found.appendonly else "no; a restart of Redis delays jobs, loses none"
+    yield Finding("appendonly", ok=True, detail=kept)
 
 
 def _gpus(settings: Settings) -> Iterator[Finding]:
@@ -118,7 +112,3 @@ def _gpus(settings: Settings) -> Iterator[Finding]:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

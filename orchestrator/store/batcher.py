@@ -78,7 +78,7 @@ class Batcher(Generic[Item, Outcome]):
         self._add(item, None)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Flush what waits, stop the thread; False when that took longer than `timeout_s`."""
+        """Flush what waits, stop the threads; False when that took longer than `timeout_s`."""
         with self._arrived:
             self._closing = True
             self._arrived.notify_all()

@@ -80,6 +80,8 @@ class Database:
                     time.sleep(random.uniform(0, 0.005 * 2**run))
                 elif self._dialect.is_away(error):
                     raise self._unavailable(error) from error
+                elif self._dialect.is_content(error) and error.orig is not None:
+                    raise DataError(error.statement, error.params, error.orig) from error
                 else:
                     raise
             except PoolTimeout as error:

@@ -139,6 +139,9 @@ class Dialect(Protocol):
     def is_away(self, error: DBAPIError) -> bool:
         """Whether the server cannot serve now, whatever is asked of it."""
 
+    def is_content(self, error: DBAPIError) -> bool:
+        """Whether it is about what was to be written, although the driver calls it trouble of the server."""
+
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         """The lock, on an autocommit engine; None where it proves nothing and only the row may decide."""
 
@@ -164,6 +167,8 @@ def dialect_of(url: str) -> Dialect:
 class MariaDB:
     #: 1213 deadlock, 1205 lock wait, 1020 row changed since read (innodb_snapshot_isolation).
     CONTENTION = frozenset({1213, 1205, 1020})
+    #: A CHECK refused the row.
+    CONTENT = frozenset({4025})
     READ_ONLY = frozenset({1290, 1792, 1836})
     #: Refused or broken connections, too many of them, shutting down, read-only after a failover; and contention
     #: that did not end.
@@ -205,6 +210,9 @@ class MariaDB:
 
     def is_away(self, error: DBAPIError) -> bool:
         return error.connection_invalidated or self._code(error) in self.AWAY
+
+    def is_content(self, error: DBAPIError) -> bool:
+        return self._code(error) in self.CONTENT
 
     def _code(self, error: DBAPIError) -> object:
         return error.orig.args[0] if error.orig is not None and error.orig.args else None
@@ -272,6 +280,9 @@ class SQLite:
 
     def is_contention(self, error: DBAPIError) -> bool:
         return isinstance(error, OperationalError) and "locked" in str(error.orig)
+
+    def is_content(self, _error: DBAPIError) -> bool:
+        return False
 
     def is_away(self, error: DBAPIError) -> bool:
         signs = ("locked", "unable to open", "disk", "readonly")

@@ -1,4 +1,4 @@
-"""Who owns a job right now: read and locked, before anything is decided about its attempt."""
+"""Who owns a job right now; `lock` before anything is decided about its attempt."""
 
 from __future__ import annotations
 

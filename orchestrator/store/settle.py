@@ -58,8 +58,6 @@ class Settled(NamedTuple):
 
     end: End
     arrow: Arrow | None
-    #: How many attempts were charged to the job.
-    attempts: int = 0
 
 
 class NotAllOwned(Exception):
@@ -98,22 +96,20 @@ def record(
     for end in ends:
         row = rows.get(end.job_id)
         if row is not None and (first := _already(row, end, by)):
-            settled.append(Settled(end, first, row.attempts))  # our own commit, whose answer was lost
+            settled.append(Settled(end, first))  # our own commit, whose answer was lost
         elif row is None or not _owns(rows, end, by, job_rules.OWNED):
             settled.append(Settled(end, None))
         elif row.cancelled_s is not None:
-            settled.append(Settled(end, _stop(conn, by, row, end, events), row.attempts))
+            settled.append(Settled(end, _stop(conn, by, row, end, events)))
         elif end.outcome is Outcome.DONE:
             finished.append(end)
             settled.append(Settled(end, job_rules.FINISH))
         else:
-            settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events), row.attempts))
+            settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
     events += _finish(conn, by, finished)
-    if keep_leases:
-        held: list[str] = []
-    else:
-        held = [token for item in settled if item.arrow and (token := rows[item.end.job_id].lease_token)]
-    leases.free(conn, held)
+    if not keep_leases:
+        taken = [rows[item.end.job_id].lease_token for item in settled if item.arrow]
+        leases.free(conn, [token for token in taken if token])
     audit.record(conn, events)
     return settled
 

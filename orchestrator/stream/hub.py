@@ -66,10 +66,6 @@ class Hub:
             with named_errors(self._settings, self._client):
                 self._client.xdel(f"{self._settings.stream_prefix}dlq", *entry_ids)
 
-    def dlq_depth(self) -> int:
-        with named_errors(self._settings, self._client):
-            return int(self._client.xlen(f"{self._settings.stream_prefix}dlq"))
-
     def ping(self) -> None:
         """Raises RedisUnavailable when the server does not answer, or would refuse what we write."""
         with named_errors(self._settings, self._client):

@@ -24,10 +24,11 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
             'jobs.c.attempt == bindparam("owned_attempt"),',
             'bindparam("owned_attempt", type_=Float) > -1,',
         ),
+        Edit("orchestrator/store/moves.py", "    if arrow.source <= OWNED:\n", "    if not arrow.source:\n"),
         Edit(
             "orchestrator/store/settle.py",
-            "return row is not None and row.attempt == event.attempt and row.status in states",
-            "return row is not None and row.status in states",
+            "(row.attempt, row.worker_id) == (event.attempt, by.owner) and row.status in states",
+            "row.status in states",
         ),
     ),
     # Every entry leads to a claim, whatever state its job is in.

@@ -56,6 +56,18 @@ def scene(db, hub, raw, context, publisher):
     return play
 
 
+def test_entries_that_nobody_will_get_do_not_fill_the_window(db, hub, raw, context, publisher):
+    """Their jobs are over, so no row asks for them; but the publisher would count them as unread for ever."""
+    ids = submit(db, 40)
+    publisher.publish("default")
+    for job_id in ids:
+        db.write(lambda conn, job_id=job_id: withdraw.cancel(conn, job_id))
+    hub.lane("default").ensure_group()
+    raw.xgroup_setid(KEY, "cg:inference", "$")
+    duties.repair(context)
+    assert raw.xlen(KEY) == 0
+
+
 # --- reclaim: jobs ---
 
 
@@ -382,13 +394,27 @@ def test_every_lane_is_tried_and_the_first_failure_reported(db, context):
     def work(lane):
         tried.append(lane)
         if lane in {"b", "c"}:
-            raise RedisUnavailable(f"lane {lane}")
+            raise RedisUnavailable(f"lane {lane}", answered=True)
         return 2
 
     with pytest.raises(RedisUnavailable, match="lane b"):
         duties._in_every_lane(context, work)
     assert tried == ["a", "b", "c", "d"]
     assert duties._in_every_lane(context, lambda _lane: 2) == 8
+
+
+def test_a_server_that_does_not_answer_is_not_asked_for_each_lane(db, context):
+    for lane in ("a", "b", "c", "d"):
+        submit(db, pool_id=lane)
+    tried = []
+
+    def work(lane):
+        tried.append(lane)
+        raise RedisUnavailable("timed out")
+
+    with pytest.raises(RedisUnavailable):
+        duties._in_every_lane(context, work)
+    assert tried == ["a", "b"]
 
 
 def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):

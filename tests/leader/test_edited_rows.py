@@ -83,3 +83,16 @@ def test_a_job_whose_owner_cannot_be_found_is_taken_back(db, context, owner):
         edit(db, update(schema.jobs).values(worker_id=owner))
     assert duties.reclaim(context) == 1
     assert status(db, job_id) == "pending"
+
+
+def test_an_account_that_does_not_cover_its_leases_stops_no_end_and_no_purge(db, context):
+    hand = hire(db, gpu())
+    first, second = submit(db, 2, min_memory_mb=1000)
+    (claim,) = hand.claim(first)
+    hand.claim(second)
+    edit(db, update(schema.gpus).values(leased_mb=0))
+    hand.finish(claim)
+    assert status(db, first) == "done"
+    edit(db, update(schema.leases).values(expires_at=utc_shift(-1.0)))
+    assert duties.purge_leases(context) == 1
+    assert leased_mb(db) == 0

@@ -99,7 +99,8 @@ def alive(pid):
 
 def test_a_pause_that_is_no_number_is_left_to_the_usual_backoff(cluster, orchestrator, start):
     start()
-    assert cluster.wait_for(submit(orchestrator, "later", {}), "done")["attempt"] == 2
+    record = cluster.wait_for(submit(orchestrator, "later", {}), "done")
+    assert (record["attempt"], record["crashes"]) == (2, 0)
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
@@ -122,9 +123,12 @@ def test_a_job_that_was_terminated_leaves_no_broken_engine_to_the_next(cluster, 
     cluster.wait_for(following, "done")
 
 
-def test_a_claim_that_comes_while_the_worker_stops_is_handed_back_uncharged(cluster, orchestrator, start):
-    worker = start(worker_grace_s=0.5)
-    job = new_job(type="sleep", payload={"seconds": 60}, min_memory_mb=100)
+@pytest.mark.parametrize(("seconds", "status"), [(60, "pending"), (0.2, "done")])
+def test_a_claim_that_comes_while_the_worker_stops_is_finished_or_handed_back(
+    cluster, orchestrator, start, seconds, status
+):
+    worker = start(worker_grace_s=4.0)
+    job = new_job(type="sleep", payload={"seconds": seconds}, min_memory_mb=100)
     waits = text("SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'UPDATE gpus SET leased%'")
     with cluster.db.engine.begin() as holder:
         holder.execute(select(schema.gpus).with_for_update()).all()
@@ -132,9 +136,8 @@ def test_a_claim_that_comes_while_the_worker_stops_is_handed_back_uncharged(clus
         wait_until(lambda: cluster.db.read(lambda conn: conn.execute(waits).scalar_one()), what="a claim that waits")
         worker.send(signal.SIGTERM)
     assert worker.process.wait(30) == 0
-    record = cluster.wait_for(job.job_id, "pending")
-    assert (record["attempts"], record["crashes"]) == (0, 0)
-    assert events(cluster, job.job_id)[-1] == "job.handed_back"
+    record = cluster.wait_for(job.job_id, status)
+    assert (record["attempts"], record["crashes"]) == (int(status == "done"), 0)
 
 
 # ── memory that was given away must not be in use ───────────────────────────────────────────────────────────────
@@ -164,6 +167,19 @@ def test_slots_of_a_frozen_supervisor_end_their_leased_jobs_themselves(cluster, 
         os.kill(int(Path(f"/proc/{pids(notes)[0]}/stat").read_text().split()[3]), signal.SIGSTOP)
 
     memory_is_used_by_one_at_a_time(cluster, orchestrator, start, notes, freeze)
+
+
+def test_a_leased_job_that_nobody_vouches_for_is_handed_back_uncharged(cluster, orchestrator, start, notes):
+    with Proxy(port_of(cluster)) as proxy:
+        start(worker_slots=1, database_url=behind(cluster, proxy))
+        job_id = submit(orchestrator, "hold", {"notes": str(notes)})
+        wait_until(lambda: pids(notes), what="it runs")
+        orchestrator.leader.close()  # nobody declares it dead
+        proxy.stall()
+        wait_until(lambda: not alive(pids(notes)[0]), what="its process is gone")
+        proxy.heal()
+        wait_until(lambda: "job.handed_back" in events(cluster, job_id), what="handed back")
+        assert cluster.job(job_id)["crashes"] == 0
 
 
 def test_a_job_without_a_lease_survives_a_database_that_is_away(cluster, orchestrator, start):

@@ -26,7 +26,7 @@ def leased(cluster):
     return cluster.db.read(lambda conn: sum(conn.execute(select(schema.gpus.c.leased_mb)).scalars()))
 
 
-def test_every_way_a_handler_can_end(cluster, orchestrator):
+def test_every_way_a_handler_can_end(cluster, orchestrator, raw):
     cluster.worker()
     done = submit(orchestrator, "echo", {"hello": "wörld"}, min_memory_mb=2000)
     skipped = submit(orchestrator, "fail", {"kind": "skip", "message": "nothing to do"})
@@ -44,7 +44,7 @@ def test_every_way_a_handler_can_end(cluster, orchestrator):
     assert cluster.wait_for(asked, "done")["result"] == {"attempt": 2}
     buried = cluster.wait_for(used_up, "dead_letter")
     assert (buried["attempts"], "again and again" in buried["last_error"]) == (2, True)
-    assert wait_until(lambda: orchestrator.hub.dlq_depth() == 1)
+    assert wait_until(lambda: raw.xlen("stream:orchestrator:dlq") == 1)
     assert wait_until(lambda: leased(cluster) == 0 and cluster.count("orchestrator_leases") == 0)
     assert wait_until(lambda: orchestrator.hub.lane("default").length() == 0)
 
@@ -217,7 +217,7 @@ def test_foreign_entries_go_to_the_dead_letters_and_hold_nothing_up(cluster, orc
     for fields in garbage:
         raw.xadd("stream:orchestrator:inference_jobs", fields)
     cluster.wait_for(submit(orchestrator, "echo", {}), "done")
-    wait_until(lambda: orchestrator.hub.dlq_depth() == len(garbage), what="dead letters")
+    wait_until(lambda: raw.xlen("stream:orchestrator:dlq") == len(garbage), what="dead letters")
     wait_until(lambda: orchestrator.hub.lane("default").length() == 0, what="an empty lane")
 
 

@@ -1,0 +1,35 @@
+"""The server behind the streams: which one it is, and how it is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.settings import Settings
+from orchestrator.stream.client import connect, named_errors
+
+
+@dataclass(frozen=True)
+class Server:
+    kind: str
+    version: str
+    maxmemory_policy: str
+    appendonly: bool
+
+
+def describe(settings: Settings) -> Server:
+    """Raises RedisUnavailable, also when it keeps its configuration to itself."""
+    with connect(settings) as client, named_errors(settings, client):
+        info = client.info("server")
+        values = client.config_get("maxmemory-policy", "appendonly")
+    configured = {_text(key): _text(value) for key, value in values.items()}
+    kind = "valkey" if "valkey_version" in info else "redis"
+    return Server(
+        kind,
+        str(info[f"{kind}_version"]),
+        configured.get("maxmemory-policy", "unknown"),
+        configured.get("appendonly") == "yes",
+    )
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
