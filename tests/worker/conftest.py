@@ -13,7 +13,7 @@ from tests.cluster import Cluster
 PAIRS = [("mariadb", "redis"), ("sqlite", "valkey")]
 
 
-@pytest.fixture(params=[pair[0] for pair in PAIRS])
+@pytest.fixture(params=["mariadb"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'orchestrator.db'}"

@@ -10,9 +10,6 @@ from orchestrator.store import audit, withdraw
 from tests.waiting import wait_until
 from tests.worker.test_worker import events, leased, submit
 
-#: What the databases do differently is tested with the store; here whole processes run.
-pytestmark = pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
-
 HANDLERS = """
 import signal, subprocess, sys, time
 from pathlib import Path

@@ -3,14 +3,15 @@
 import os
 import signal
 
-import pytest
 from sqlalchemy import select, text
 
 from orchestrator.store import schema
 from tests.waiting import wait_until
+from tests.worker.databases import EMBEDDED_TOO
 from tests.worker.test_worker import events, submit
 
 
+@EMBEDDED_TOO
 def test_a_frozen_worker_is_replaced_and_cannot_overwrite_when_it_wakes(cluster, orchestrator):
     worker = cluster.worker()
     job_id = submit(orchestrator, "sleep", {"seconds": 1.0})
@@ -30,7 +31,6 @@ def test_a_frozen_worker_is_replaced_and_cannot_overwrite_when_it_wakes(cluster,
     assert events(cluster, job_id).count("job.done") == 1
 
 
-@pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
 def test_the_locks_of_a_frozen_worker_end_before_it_is_declared_dead(cluster, orchestrator):
     worker = cluster.worker()
     job_id = submit(orchestrator, "sleep", {"seconds": 3.0})
@@ -49,7 +49,6 @@ def freeze_inside_a_transaction(cluster, worker):
         worker.send(signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
 def test_a_frozen_slot_that_does_not_take_its_job_is_replaced(cluster, orchestrator):
     worker = cluster.worker(worker_slots=1)
     (frozen,) = worker.children()

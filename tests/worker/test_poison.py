@@ -3,6 +3,7 @@
 import pytest
 
 from tests.waiting import wait_until
+from tests.worker.databases import EMBEDDED_TOO
 from tests.worker.test_worker import events, submit
 
 KEY = "stream:orchestrator:inference_jobs"
@@ -35,6 +36,7 @@ def test_entries_that_nobody_announced_run_nothing(cluster, orchestrator, raw):
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["poison was read", "poison waits"])
+@EMBEDDED_TOO
 def test_a_stream_that_can_take_no_entry_any_more(cluster, orchestrator, raw, taken):
     jobs = [submit(orchestrator, "echo", {}) for _ in range(5)]
     wait_until(lambda: raw.xlen(KEY) == 5, what="announced")
@@ -49,6 +51,7 @@ def test_a_stream_that_can_take_no_entry_any_more(cluster, orchestrator, raw, ta
     done_once(cluster, jobs)
 
 
+@EMBEDDED_TOO
 def test_a_key_that_is_no_stream(cluster, orchestrator, raw):
     jobs = [submit(orchestrator, "echo", {}) for _ in range(5)]
     wait_until(lambda: raw.xlen(KEY) == 5, what="announced")

@@ -14,9 +14,6 @@ from tests.proxy import Proxy
 from tests.waiting import wait_until
 from tests.worker.test_worker import events, submit
 
-#: What the databases do differently is tested with the store; here whole processes run.
-pytestmark = pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
-
 HANDLERS = """
 import os, signal, struct, subprocess, sys, time
 from worker import Retry, handler

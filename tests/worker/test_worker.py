@@ -10,6 +10,7 @@ from orchestrator.daemon import Orchestrator
 from orchestrator.store import audit, schema
 from tests.factories import new_job
 from tests.waiting import wait_until
+from tests.worker.databases import EMBEDDED_TOO
 
 
 def submit(orchestrator, type, payload, **fields):
@@ -26,6 +27,7 @@ def leased(cluster):
     return cluster.db.read(lambda conn: sum(conn.execute(select(schema.gpus.c.leased_mb)).scalars()))
 
 
+@EMBEDDED_TOO
 def test_every_way_a_handler_can_end(cluster, orchestrator, raw):
     cluster.worker()
     done = submit(orchestrator, "echo", {"hello": "wörld"}, min_memory_mb=2000)
@@ -49,6 +51,7 @@ def test_every_way_a_handler_can_end(cluster, orchestrator, raw):
     assert wait_until(lambda: orchestrator.hub.lane("default").length() == 0)
 
 
+@EMBEDDED_TOO
 def test_a_job_that_kills_its_process_twice_is_buried_and_the_worker_lives(cluster, orchestrator):
     cluster.worker()
     crashing = submit(orchestrator, "crash", {}, min_memory_mb=100)
@@ -150,6 +153,7 @@ def test_a_type_without_handler_waits_with_a_reason(cluster, orchestrator):
     assert cluster.job(unknown)["attempts"] == 0
 
 
+@EMBEDDED_TOO
 def test_sigterm_hands_a_running_job_back_and_it_runs_elsewhere_at_once_uncharged(cluster, orchestrator):
     first = cluster.worker(worker_grace_s=0.0)
     job_id = submit(orchestrator, "sleep", {"seconds": 8}, min_memory_mb=1000)
@@ -175,6 +179,7 @@ def test_sigterm_lets_a_short_job_finish(cluster, orchestrator):
     assert cluster.job(job_id)["attempt"] == 1
 
 
+@EMBEDDED_TOO
 def test_a_killed_worker_leaves_no_process_and_its_job_runs_elsewhere(cluster, orchestrator):
     worker = cluster.worker()
     job_id = submit(orchestrator, "sleep", {"seconds": 1.5}, min_memory_mb=1000)
@@ -282,6 +287,7 @@ def test_a_crowd_of_jobs_that_never_fit_does_not_hold_up_the_rest(cluster, orche
     cluster.wait_for(submit(orchestrator, "echo", {}), "done", timeout=60)
 
 
+@EMBEDDED_TOO
 def test_workers_keep_each_other_supplied_without_a_leader(cluster):
     """INV-21: several workers share a window; whoever finds the lane dry publishes."""
     publisherless = Orchestrator(cluster.settings)  # never started: it stores, nobody leads or publishes
