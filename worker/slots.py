@@ -52,11 +52,12 @@ class SlotPool:
         environment: dict[str, str],
         events: SlotEvents,
         cancel_step_s: float,
+        lifeline: Lifeline,
         leased_until: Callable[[], float],
     ) -> None:
         self._count = count
         self._leased_until = leased_until
-        self.lifeline = Lifeline()
+        self._lifeline = lifeline
         self._cancel_step_s = cancel_step_s
         self._command = command
         self._environment = environment
@@ -163,7 +164,6 @@ class SlotPool:
         self._join(timeout_s)
         for fd in (self._wake_r, self._wake_w):
             os.close(fd)
-        self.lifeline.close()
 
     def _join(self, timeout_s: float) -> None:
         if self._thread.is_alive():
@@ -196,7 +196,7 @@ class SlotPool:
 
     def _respawn(self) -> None:
         while not self._closing and len(self._slots) < self._count and time.monotonic() >= self._respawn_at:
-            slot = SlotProcess.start(self._command, self._environment, self.lifeline)
+            slot = SlotProcess.start(self._command, self._environment, self._lifeline)
             with self._changed:
                 self._slots.append(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)

@@ -35,6 +35,7 @@ from worker.doorbell import Listener
 from worker.intake import Held, Intake
 from worker.keepalive import Keepalive
 from worker.ledger import Ledger
+from worker.lifeline import Lifeline
 from worker.slots import SlotEvents, SlotPool
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Session:
         self._progress: dict[str, tuple[int, float, str]] = {}
         self._counts = {"done": 0, "failed": 0}
         self._draining = False
+        self._lifeline = Lifeline()
         self._keepalive: Keepalive | None = None
         self._doorbell: Listener | None = None
         # Apart from the slots' thread, which must never wait for the database.
@@ -79,6 +81,7 @@ class Session:
             self._gpus.environment(),
             SlotEvents(self._started, self._ended, self._progressed, self._asked),
             settings.cancel_step_s,
+            self._lifeline,
             leased_until=lambda: self._keepalive.leased_until if self._keepalive else math.inf,
         )
         self._ledger = Ledger(
@@ -119,7 +122,7 @@ class Session:
             self._gpus,
             self._settings,
             self._beat,
-            self._slots.lifeline,
+            self._lifeline,
             on_lost=self._on_lost,
             on_cancelled=self._cancelled,
         )
@@ -177,6 +180,7 @@ class Session:
         self._ledger.close(self._settings.db_timeout_s)
         if self._keepalive is not None:
             self._keepalive.close()
+        self._lifeline.close()  # last: a heartbeat writes to it
 
     # ── what the parts tell ─────────────────────────────────────────────────────────────────────────────────
 
