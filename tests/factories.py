@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import event, insert, select, update
 
-from orchestrator.gpu import Gpu
+from orchestrator.gpu import Gpu, GpuProcess
 from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
 from orchestrator.store import audit, nodes, schema
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
@@ -36,7 +36,11 @@ def submit(db: Database, count: int = 1, **fields: Any) -> list[str]:
 
 
 def gpu(index: int = 0, total_mb: int = 24576, uuid: str | None = None, **fields: Any) -> Gpu:
-    base = Gpu(uuid or f"GPU-{index}", index, "simulated", total_mb, used_mb=0, foreign_mb=0)
+    """A sample. `foreign_mb` is memory in the hands of a process of nobody we know."""
+    if foreign_mb := fields.pop("foreign_mb", 0):
+        fields["used_mb"] = max(fields.get("used_mb", 0), foreign_mb)
+        fields["processes"] = (GpuProcess(0, foreign_mb),)
+    base = Gpu(uuid or f"GPU-{index}", index, "simulated", total_mb, used_mb=0)
     return replace(base, **fields)
 
 

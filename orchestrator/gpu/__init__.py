@@ -1,20 +1,56 @@
-"""What a node's GPUs look like right now. A backend turns hardware (or its simulation) into `Gpu` snapshots."""
+"""What a node's GPUs look like right now. A backend turns hardware (or its simulation) into `Gpu` snapshots.
+
+`nvml` is the only importer of pynvml, `simulated` keeps GPUs in files, `watch` bounds the time any backend may take,
+`processes` finds out whose processes use the memory.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Health(StrEnum):
+    """Only `ok` grants leases. `lost` also ends those that are held: the work under them cannot go on."""
+
+    OK = "ok"
+    #: Works, but should not be given anything new (ECC errors, XID, too hot to trust).
+    UNHEALTHY = "unhealthy"
+    #: Fell off the bus, was reset or removed.
+    LOST = "lost"
+    #: Nobody can tell: the driver gives no (sensible) answer.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that holds memory on a GPU."""
+
+    pid: int
+    #: None: the driver does not say how much.
+    memory_mb: int | None
+    #: The worker whose slot started it, by the mark in its environment; None for anybody else's.
+    worker_id: str | None = None
+    #: Its own pid and those of its ancestors.
+    lineage: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One sample of one GPU. Memory in MB; `foreign_mb` is held by processes that have no lease."""
+    """One sample of one GPU. Memory in MB; what the driver keeps for itself is no part of `total_mb`."""
 
     uuid: str
     index: int
     name: str
     total_mb: int
     used_mb: int
-    foreign_mb: int
+    #: None: nobody can tell which processes hold the memory.
+    processes: tuple[GpuProcess, ...] | None = ()
     utilization: float | None = None
-    health: str = "ok"
+    temperature_c: int | None = None
+    health: Health = Health.OK
     health_reason: str | None = None
+
+    @property
+    def free_mb(self) -> int:
+        return max(self.total_mb - self.used_mb, 0)

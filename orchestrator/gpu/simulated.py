@@ -1,7 +1,7 @@
 """GPUs that exist only as files: for trying the system, and for its tests, on machines without any.
 
 Each allocation is a file `ROOT/UUID/PID` with a number of MB. It counts while its process lives, like memory on a
-real card. Files named `foreign-…` stand for processes that hold no lease.
+real card. Files with other names (`foreign-…`) stand for processes of nobody we know.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.gpu import Gpu
+from orchestrator.gpu.processes import describe
 
 #: Tells the processes of one node where the simulated memory is kept.
 ROOT_VARIABLE = "GPUORCH_SIMULATED_GPUS"
@@ -38,8 +39,8 @@ class SimulatedGpus:
 
     def _sample(self, index: int, uuid: str, total_mb: int) -> Gpu:
         used = {path.name: _megabytes(path) for path in _allocations(self._root / uuid)}
-        foreign = sum(size for name, size in used.items() if name.startswith("foreign-"))
-        return Gpu(uuid, index, "simulated GPU", total_mb, sum(used.values()), foreign)
+        held = (describe(int(name) if name.isdigit() else 0, size) for name, size in used.items())
+        return Gpu(uuid, index, "simulated GPU", total_mb, sum(used.values()), tuple(held))
 
 
 @contextmanager
