@@ -29,10 +29,14 @@ class GpuProcess:
     pid: int
     #: None: the driver does not say how much.
     memory_mb: int | None
-    #: The worker whose slot started it, by the mark in its environment; None for anybody else's.
-    worker_id: str | None = None
+    #: The slot it descends from, WORKER_ID#NUMBER, by the mark in its environment; None for anybody else's.
+    mark: str | None = None
     #: Its own pid and those of its ancestors.
     lineage: tuple[int, ...] = ()
+
+    @property
+    def worker_id(self) -> str | None:
+        return self.mark.partition("#")[0] if self.mark else None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from orchestrator.gpu import GpuProcess
 
-#: Names, in the environment of a slot and so of all its descendants, the worker that started it.
-MARK = "GPUORCH_WORKER_ID"
+#: Names a slot in its environment, and so in that of all its descendants: WORKER_ID#NUMBER.
+MARK = "GPUORCH_SLOT"
 #: The kernel's number of the first process-id namespace: the one whose ids the driver speaks of.
 _FIRST_NAMESPACE = "pid:[4026531836]"
 _MAX_DEPTH = 64
@@ -28,10 +28,10 @@ def driver_ids_are_ours() -> bool:
 
 def describe(pid: int, memory_mb: int | None) -> GpuProcess:
     """A process with what tells whose it is. One that is gone by now, or not ours to look at, is nobody's."""
-    return GpuProcess(pid, memory_mb, _marked_worker(pid), _lineage(pid))
+    return GpuProcess(pid, memory_mb, _mark(pid), _lineage(pid))
 
 
-def _marked_worker(pid: int) -> str | None:
+def _mark(pid: int) -> str | None:
     prefix = f"{MARK}=".encode()
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
