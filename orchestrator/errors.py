@@ -114,8 +114,16 @@ class RedriveLimit(OrchestratorError):
 class LeaseEnded(OrchestratorError):
     code = "lease_ended"
 
-    def __init__(self, state: str) -> None:
-        super().__init__(f"this lease is {state}; stop using its GPU and request a new one")
+    def __init__(self, state: str, reason: str | None = None) -> None:
+        why = f" ({reason})" if reason else ""
+        super().__init__(f"this lease is {state}{why}; stop using its GPU and request a new one")
+
+
+class GpuNotFound(OrchestratorError):
+    code = "gpu_not_found"
+
+    def __init__(self, uuid: str) -> None:
+        super().__init__(f"no GPU {uuid!r}; `gpuorch gpus` shows those that are known, by their UUIDs")
 
 
 class Overloaded(OrchestratorError):

@@ -102,8 +102,13 @@ class ErrorKind(StrEnum):
     PERMANENT = "permanent"
     TIMEOUT = "timeout"
     WORKER_LOST = "worker_lost"
+    GPU_LOST = "gpu_lost"
     BAD_RESULT = "bad_result"
     DEADLINE = "deadline_exceeded"
+
+
+#: Ends that took a process or a GPU with them. Counted apart, so that a job that does it every time ends soon.
+CRASHES = frozenset({ErrorKind.WORKER_LOST, ErrorKind.GPU_LOST})
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,9 @@ def after_failure(
     """Decide what a failed attempt leads to; `attempts` and `crashes` include this one."""
     if kind in (ErrorKind.PERMANENT, ErrorKind.BAD_RESULT):
         return Next(FAIL)
-    if attempts >= max_attempts or (kind is ErrorKind.WORKER_LOST and crashes >= policy.max_crashes):
+    if attempts >= max_attempts or (kind in CRASHES and crashes >= policy.max_crashes):
         return Next(BURY)
-    if kind is ErrorKind.WORKER_LOST:
+    if kind in CRASHES:
         return Next(RETRY)  # nothing speaks against the job itself: it waited long enough already
     return Next(RETRY, backoff(attempts, policy) if retry_after_s is None else retry_after_s)
 

@@ -6,9 +6,14 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import Enum
+from typing import Self
 
-#: Seconds after which a denied request is worth trying again.
-RETRY_AFTER_S = 1.0
+from orchestrator.placement import Ask, GpuView, Policy, Reason, RecentAsks
+from orchestrator.settings import Settings
+
+#: Seconds after which a denied request is worth trying again, by the reason; a second for all others.
+RETRY_AFTER_S = {Reason.CONTENDED: 0.1, Reason.STALE: 2.0, Reason.UNHEALTHY: 10.0, Reason.QUARANTINED: 30.0}
 
 
 def new_token() -> str:
@@ -44,12 +49,31 @@ class LeaseRequest:
     job_id: str | None = None
     attempt: int = 0
     worker_id: str | None = None
+    #: The process that will use the memory, with its descendants, as its node knows it.
+    pid: int | None = None
+    model_id: str | None = None
+    gpu_models: frozenset[str] = frozenset()
+    host_cpu_milli: int = 0
+    host_memory_mb: int = 0
     token: str = field(default_factory=new_token, repr=False)
 
     @property
     def key(self) -> str:
         """What the database knows the lease by."""
         return token_hash(self.token) if self.job_id is None else job_lease_key(self.job_id, self.attempt)
+
+    def ask(self, warm_nodes: frozenset[str] = frozenset()) -> Ask:
+        """What placement needs to know of it."""
+        return Ask(
+            self.memory_mb,
+            self.gpu_count,
+            self.node_id,
+            key=self.job_id or "",
+            models=self.gpu_models,
+            cpu_milli=self.host_cpu_milli,
+            host_memory_mb=self.host_memory_mb,
+            warm_nodes=warm_nodes,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,13 +89,58 @@ class Granted:
     node_id: str | None
     gpus: tuple[GpuShare, ...]
     expires_at: datetime
+    #: The lease of a warm model under which a job runs, instead of one of its own.
+    resident: str | None = None
 
     @property
     def key(self) -> str:
-        return self.request.key
+        return self.resident or self.request.key
 
 
 @dataclass(frozen=True)
 class Denied:
     reason: str
-    retry_after_s: float = RETRY_AFTER_S
+    code: Reason = Reason.NO_MEMORY
+    retry_after_s: float = 1.0
+    gpus: tuple[GpuView, ...] = ()
+    #: Idle warm models were asked to make room; their workers must hear of it.
+    evicting: bool = False
+
+
+class Remains(Enum):
+    """What is left on the GPU when the job under a lease is over; its worker looked."""
+
+    #: Nothing: the memory is free.
+    NOTHING = "nothing"
+    #: Processes that are on their way out, or that nobody can see: the lease lasts until they are gone.
+    PROCESSES = "processes"
+    #: A warm model, which keeps the lease for the next job.
+    MODEL = "model"
+
+
+@dataclass(frozen=True)
+class ResidentSlot:
+    """A free slot that keeps a model warm, under a lease of its own."""
+
+    key: str
+    type: str
+    model_id: str | None
+    memory_mb: int
+    gpus: tuple[GpuShare, ...]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which leases are granted."""
+
+    stale_s: float
+    policy: Policy = Policy.FRAGMENTATION
+    resident_min_s: float = 30.0
+    starvation_s: float = 60.0
+    recent: RecentAsks = field(default_factory=RecentAsks, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        return cls(
+            settings.gpu_stale_s, Policy(settings.placement), settings.resident_min_s, settings.gpu_starvation_s
+        )

@@ -155,6 +155,7 @@ UpTo512 = Annotated[int, Field(ge=1, le=512)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 # Escaped, it doubles, and must still fit into a packet of 16 MiB, which is as much as MariaDB takes by default.
 Bytes = Annotated[int, Field(ge=1, le=6 * 2**20)]
+PlacementPolicy = Literal["fragmentation", "best_fit", "spread"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -220,6 +221,12 @@ class Settings(BaseModel):
     gpu_mem_gate_pct: UpTo100 = _is(90, "share of a GPU's memory that leases may use, in percent")
     gpu_sample_s: Seconds = _is(1.0, "how often GPUs are measured")
     gpu_stale_s: Seconds = _is(5.0, "a GPU not measured for this long grants no lease")
+    gpu_gate_hysteresis_pct: UpTo100 = _is(5, "a gate that closed opens this many percent below gpu_mem_gate_pct")
+    gpu_gate_hold_s: SecondsOrZero = _is(5.0, "a gate stays closed for at least this long")
+    gpu_release_s: Seconds = _is(10.0, "memory not given back this long after its lease puts the GPU into quarantine")
+    gpu_starvation_s: Seconds = _is(60.0, "a job that found no room for this long gets a GPU reserved")
+    placement: PlacementPolicy = _is("fragmentation", "which GPU a lease gets: fragmentation, best_fit or spread")
+    resident_min_s: SecondsOrZero = _is(30.0, "a warm model stays at least this long before another may take its room")
     lane_window_min: Count = _is(32, "entries kept published per lane, at least")
     lane_window_max: Count = _is(4096, "entries kept published per lane, at most")
     payload_max_bytes: Bytes = _is(1_048_576, "largest payload and largest result of a job; at most 6 MiB")

@@ -1,7 +1,7 @@
 <%
     import re
     lines = [line for line in (upgrades or "pass").splitlines() if not line.strip().startswith("# ###")]
-    body = "\n".join(lines).strip()
+    body = "\n".join(lines).strip().replace("op.add_column(", "add_column(")
     needs_sa = "sa." in body or any(name in body for name in ("LONG_TEXT", "UTC_DATETIME", "COUNTER", "utc_now"))
     long = any(len(string) > 97 for string in re.findall(r'"[^"]*"', body))
 %>\
@@ -43,6 +43,14 @@ def utc_now() -> sa.TextClause:
     """Default of a column: the database's clock in UTC."""
     sqlite = op.get_context().dialect.name == "sqlite"
     return sa.text("(strftime('%Y-%m-%d %H:%M:%f000', 'now'))" if sqlite else "utc_timestamp(6)")
+
+
+% endif
+% if "add_column(" in body:
+def add_column(table: str, column: sa.Column[object]) -> None:
+    """Add a column unless a migration killed half-way did: MariaDB commits each by itself."""
+    if column.name not in {known["name"] for known in sa.inspect(op.get_bind()).get_columns(table)}:
+        op.add_column(table, column)
 
 
 % endif

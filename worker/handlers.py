@@ -44,6 +44,8 @@ class Registered:
     type: str
     target: Callable[..., Any]
     min_memory_mb: int
+    #: Its model, once warm, leaves the GPU for nobody.
+    pinned: bool = False
 
     @property
     def is_class(self) -> bool:
@@ -53,8 +55,12 @@ class Registered:
 _registry: dict[str, Registered] = {}
 
 
-def handler(type: str, *, min_memory_mb: int = 0) -> Callable[[Target], Target]:
-    """Register a function `(ctx, payload) -> result`, or a class with `run` (and `load`, `unload`), for a job type."""
+def handler(type: str, *, min_memory_mb: int = 0, pinned: bool = False) -> Callable[[Target], Target]:
+    """Register a function `(ctx, payload) -> result`, or a class with `run` (and `load`, `unload`), for a job type.
+
+    A class that holds GPU memory after a job stays warm: the next job of its type finds it loaded. It leaves when
+    others need the room, unless it is `pinned`.
+    """
 
     def register(target: Target) -> Target:
         known = _registry.get(type)
@@ -62,7 +68,7 @@ def handler(type: str, *, min_memory_mb: int = 0) -> Callable[[Target], Target]:
             raise ValueError(f"job type {type!r} has two handlers: {_name(known.target)} and {_name(target)}")
         if inspect.isclass(target) and not callable(getattr(target, "run", None)):
             raise TypeError(f"{_name(target)} needs a method run(self, ctx, payload)")
-        _registry[type] = Registered(type, target, min_memory_mb)
+        _registry[type] = Registered(type, target, min_memory_mb, pinned)
         return target
 
     return register

@@ -70,8 +70,10 @@ class Intake:
         held: Held,
         settings: Settings,
         *,
+        no_room: Callable[[Sequence[Claim]], dict[str, str]],
         on_read: Callable[[int, bool], None],
-        on_refused: Callable[[Claim], None],
+        on_refused: Callable[[Claim, str | None], None],
+        on_denied: Callable[[Sequence[NotClaimed]], None],
     ) -> None:
         self._db = db
         self._hub = hub
@@ -83,6 +85,8 @@ class Intake:
         self._settings = settings
         self._on_read = on_read
         self._on_refused = on_refused
+        self._on_denied = on_denied
+        self._no_room = no_room
         #: Whether the last read brought as much as was asked for, so that the next will probably bring something too.
         self.backlogged = False
         #: Entries that were read, and not yet claimed or let go.
@@ -144,7 +148,8 @@ class Intake:
         by_job = {entry.job_id: entry for entry in entries if entry.job_id}
         started = time.monotonic()
         try:
-            answers = self._ledger.claim(list(by_job)).result(self._patience_s) if by_job else {}
+            claimed = self._ledger.claim(list(by_job), *self._slots.vacancies()) if by_job else None
+            answers = claimed.result(self._patience_s) if claimed else {}
         except (DatabaseUnavailable, TimeoutError) as away:
             # Perhaps committed, perhaps not: asked again, a claim whose answer was lost is found and undone first.
             self._unanswered = [*entries, *self._unanswered]
@@ -161,11 +166,18 @@ class Intake:
                 self._held.add(job_id, by_job[job_id].entry_id)
                 claims.append(answer)
         # Slots first: what Redis hears can wait, a free slot should not.
-        for claim in claims:
-            if not self._dispatched(claim):
-                self._on_refused(claim)
+        self._dispatch_all(claims)
+        self._on_denied([answer for answer in answers.values() if isinstance(answer, NotClaimed)])
         self._hub.bury(letters)
         self._lane.ack(done_with)
+
+    def _dispatch_all(self, claims: Sequence[Claim]) -> None:
+        """Those that need a certain slot before those that take any."""
+        no_room = self._no_room(claims)
+        for claim in sorted(claims, key=_choosiness):
+            reason = no_room.get(claim.job_id)
+            if reason or not self._dispatched(claim):
+                self._on_refused(claim, reason)
 
     def _dispatched(self, claim: Claim) -> bool:
         try:
@@ -187,6 +199,12 @@ class Intake:
         ids = [entry.job_id for entry in entries if entry.job_id]
         self._db.write(lambda conn: outbox.unpublish(conn, ids))
         self._lane.ack([entry.entry_id for entry in entries])
+
+
+def _choosiness(claim: Claim) -> int:
+    if claim.lease is None or not claim.lease.gpus:
+        return 2
+    return 0 if claim.lease.resident else 1
 
 
 def _letter(entry: Entry, reason: str) -> DeadLetter:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import OrchestratorError, WorkerLost
-from orchestrator.gpu.backends import Backend
+from orchestrator.errors import GpuUnavailable, OrchestratorError, WorkerLost
+from orchestrator.gpu import Gpu
+from orchestrator.gpu.watch import Watch
 from orchestrator.settings import Settings
-from orchestrator.store import nodes, withdraw
+from orchestrator.store import inventory, nodes, withdraw
 from orchestrator.store.database import Database
+from orchestrator.store.gpus import Gate
+from orchestrator.store.inventory import Findings
 from orchestrator.store.nodes import Beat, Worker
 from worker.lifeline import Lifeline
 
@@ -26,20 +29,23 @@ class Keepalive:
     """Beats until stopped, and sooner when poked.
 
     `on_lost` is called once, when the leader gave this worker's jobs away. `on_cancelled` gets jobs (with attempts)
-    that somebody cancelled, again with every heartbeat until they have ended.
+    that somebody cancelled, again with every heartbeat until they have ended. `on_sampled` gets each sample of the
+    node's GPUs and what it led to.
     """
 
     def __init__(
         self,
         db: Database,
         worker: Worker,
-        gpus: Backend,
+        gpus: Watch,
         settings: Settings,
         beat: Callable[[], Beat],
         lifeline: Lifeline,
         *,
         on_lost: Callable[[], None],
         on_cancelled: Callable[[list[tuple[str, int]]], None],
+        on_sampled: Callable[[list[Gpu], Findings], None],
+        running: Callable[[], Collection[str]],
     ) -> None:
         self._db = db
         self._worker = worker
@@ -48,6 +54,9 @@ class Keepalive:
         self._beat = beat
         self._on_lost = on_lost
         self._on_cancelled = on_cancelled
+        self._on_sampled = on_sampled
+        self._running = running
+        self._gate = Gate.of(settings)
         self._stop = threading.Event()
         self._poked = threading.Event()
         self._interval_s = min(settings.worker_heartbeat_s, settings.gpu_sample_s)
@@ -62,19 +71,34 @@ class Keepalive:
     def beat(self) -> None:
         """One heartbeat. Raises WorkerLost or DatabaseUnavailable."""
         started = time.monotonic()
-        beat, sample = self._beat(), self._gpus.sample()
-        gate = self._settings.gpu_mem_gate_pct
+        beat, sample, running = self._beat(), self._sample(), self._running()
+        patience_s = self._settings.gpu_release_s
 
-        def work(conn: Connection) -> list[tuple[str, int]]:
-            nodes.heartbeat(conn, self._worker, beat, sample, gate)
-            return withdraw.to_stop(conn, self._worker.worker_id, beat.held)
+        def work(conn: Connection) -> tuple[list[tuple[str, int]], Findings]:
+            nodes.heartbeat(conn, self._worker, beat)
+            cancelled = withdraw.to_stop(conn, self._worker.worker_id, beat.held)
+            if not sample:
+                return cancelled, Findings()
+            return cancelled, inventory.take_stock(
+                conn, self._worker, sample, self._gate, running, patience_s, resident=beat.resident > 0
+            )
 
-        cancelled = self._db.write(work)
+        cancelled, findings = self._db.write(work)
         self._renewed_at = started
         # A quarter of a beat later than the supervisor itself, which ends jobs in better order.
         self._lifeline.extend(self.leased_until + self._settings.worker_heartbeat_s / 4)
         if cancelled:
             self._on_cancelled(cancelled)
+        if sample:
+            self._on_sampled(sample, findings)
+
+    def _sample(self) -> list[Gpu]:
+        """The GPUs now; those known before, marked as unknown, when the driver does not answer."""
+        try:
+            return self._gpus.sample()
+        except GpuUnavailable as silent:
+            log.warning("GPUs not sampled", extra={"error": str(silent)})
+            return self._gpus.last_known()
 
     @property
     def leased_until(self) -> float:

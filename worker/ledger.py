@@ -11,17 +11,29 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
+from orchestrator.leases import ResidentSlot
 from orchestrator.store import audit
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import CONTENT_ERRORS, Database
 from orchestrator.store.moves import Claimant
-from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
+from orchestrator.store.settle import (
+    End,
+    NotAllOwned,
+    Outcome,
+    Release,
+    Settled,
+    Start,
+    all_done,
+    end_leases,
+    finish_all,
+    record,
+)
 from orchestrator.stream.lane import Lane
 
 if TYPE_CHECKING:
@@ -38,15 +50,17 @@ LINGER_S = 0.01
 class Note(NamedTuple):
     """One thing that happened to a job, and the entry that brought the job."""
 
-    event: Start | End
+    event: Start | End | Release
     entry_id: str
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Jobs that were delivered and may be claimed."""
+    """Jobs that were delivered and may be claimed; the models that free slots keep warm, and how many are blank."""
 
     job_ids: tuple[str, ...]
+    warm: tuple[ResidentSlot, ...] = ()
+    blank: int | None = None
 
 
 Answers = dict[str, Claim | NotClaimed]
@@ -60,6 +74,7 @@ class _Turn:
     starts: list[Start]
     ends: list[End]
     offers: list[Offer]
+    releases: list[Release] = field(default_factory=list)
 
 
 class Ledger:
@@ -94,13 +109,15 @@ class Ledger:
         )
         self._acks: Batcher[list[str], None] = Batcher("acknowledger", self._acknowledge, weight=len)
 
-    def note(self, event: Start | End, entry_id: str) -> None:
+    def note(self, event: Start | End | Release, entry_id: str = "") -> None:
         """Write this down soon; nobody waits for it."""
         self._batcher.post(Note(event, entry_id))
 
-    def claim(self, job_ids: Sequence[str]) -> Future[Answers]:
+    def claim(
+        self, job_ids: Sequence[str], warm: Sequence[ResidentSlot] = (), blank: int | None = None
+    ) -> Future[Answers]:
         """Claim these jobs, with their leases."""
-        return self._batcher.submit(Offer(tuple(job_ids)))
+        return self._batcher.submit(Offer(tuple(job_ids), tuple(warm), blank))
 
     def close(self, timeout_s: float) -> None:
         """Write what waits; give up on it after `timeout_s` (the leader then finds those jobs unowned)."""
@@ -117,8 +134,9 @@ class Ledger:
         starts = [n.event for n in notes if isinstance(n.event, Start) and n.event.job_id not in ended]
         ends = [_with_origin(note.event, note.entry_id) for note in ended.values() if isinstance(note.event, End)]
         offers = [item for item in items if isinstance(item, Offer)]
+        releases = [note.event for note in notes if isinstance(note.event, Release)]
         try:
-            settled, answers = self._write(_Turn(starts, ends, offers))
+            settled, answers = self._write(_Turn(starts, ends, offers, releases))
         except CONTENT_ERRORS as error:
             if len(items) > 1 or offers:
                 raise  # the batcher finds the one at fault
@@ -128,7 +146,7 @@ class Ledger:
         except Exception as error:  # noqa: BLE001 - the server's trouble, under whatever name
             # Claims are given back to whoever asked; ends must be written, whenever that is.
             away = DatabaseUnavailable(f"the claim failed: {error}")
-            settled, answers = self._write_later(_Turn(starts, ends, [])), [away] * len(offers)
+            settled, answers = self._write_later(_Turn(starts, ends, [], releases)), [away] * len(offers)
         if settled:
             self._acks.post([ended[item.end.job_id].entry_id for item in settled])
         self._on_settled(settled)
@@ -147,9 +165,11 @@ class Ledger:
                 settled = record(conn, self._by, turn.starts, turn.ends, self._policy)
             else:
                 settled = finish_all(conn, self._by, turn.ends)
+            end_leases(conn, [(release.lease_key, release.left) for release in turn.releases])
             held = self._held() - {end.job_id for end in turn.ends}
             answers: list[Answers | Exception] = [
-                claim_jobs(conn, self._by, offer.job_ids, self._memory_for, held) for offer in turn.offers
+                claim_jobs(conn, self._by, offer.job_ids, self._memory_for, held, offer.warm, offer.blank)
+                for offer in turn.offers
             ]
         return settled, answers
 
@@ -163,7 +183,7 @@ class Ledger:
 
     def _write_later(self, turn: _Turn) -> list[Settled]:
         """Try until it is written: an end that is dropped would leave its job owned for ever."""
-        while turn.starts or turn.ends:
+        while turn.starts or turn.ends or turn.releases:
             try:
                 return self._write(turn)[0]
             except CONTENT_ERRORS:

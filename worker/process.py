@@ -9,13 +9,15 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from orchestrator.gpu.processes import MARK
 from orchestrator.jobs import ErrorKind
+from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
 from worker import wire
@@ -39,6 +41,8 @@ class SlotProcess:
     process: subprocess.Popen[bytes]
     pipe: Connection
     pidfd: int
+    #: WORKER_ID#NUMBER: what its processes are recognised by, also after its end.
+    mark: str = ""
     ready: bool = False
     dying: bool = False
     claim: Claim | None = None
@@ -51,9 +55,15 @@ class SlotProcess:
     worn: bool = False
     #: Why we killed it: the answer to the job it ran.
     verdict: End | None = None
+    #: Its leased job is over, and somebody looks what it left on the GPU.
+    inspected: bool = False
+    #: The model it keeps warm and the lease it does so under, since when, and since when it is idle.
+    resident: ResidentSlot | None = None
+    resident_since: float = 0.0
+    idle_since: float = 0.0
 
     @classmethod
-    def start(cls, command: list[str], environment: Mapping[str, str], lifeline: Lifeline) -> SlotProcess:
+    def start(cls, command: list[str], environment: Mapping[str, str], lifeline: Lifeline, mark: str) -> SlotProcess:
         ours, theirs = Pipe(duplex=True)
         arguments = [str(theirs.fileno()), str(lifeline.fd), str(os.getpid()), *command]
         process = subprocess.Popen(
@@ -61,11 +71,15 @@ class SlotProcess:
             pass_fds=[theirs.fileno(), lifeline.fd],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a process group of its own, to be killed as one
-            env={**_without_settings(os.environ), **environment},
+            env={**_without_settings(os.environ), **environment, MARK: mark},
         )
         theirs.close()
         _limit_waits(ours)
-        return cls(process, ours, os.pidfd_open(process.pid))
+        return cls(process, ours, os.pidfd_open(process.pid), mark)
+
+    @property
+    def occupied(self) -> bool:
+        return self.claim is not None or self.inspected
 
     def take(self, claim: Claim) -> None:
         """From now on it answers for this job; `send_job` tells it so."""
@@ -114,6 +128,19 @@ class SlotProcess:
         """End its job, which may run elsewhere."""
         if self.claim is not None and self.verdict is None:
             self.verdict = End(self.claim.job_id, self.claim.attempt, Outcome.HANDED_BACK, error=reason)
+            self.kill()
+
+    def lose_gpu(self, uuids: Collection[str]) -> None:
+        """One of these GPUs is lost: whatever it runs or keeps there is gone."""
+        lease = self.claim.lease if self.claim else None
+        mine = (lease.gpus if lease else ()) + (self.resident.gpus if self.resident else ())
+        lost = [gpu for gpu in mine if gpu.gpu_uuid in uuids]
+        if lost and self.verdict is None:
+            if self.claim is not None:
+                error = f"GPU {lost[0].gpu_index} ({lost[0].gpu_uuid}) was lost"
+                self.verdict = End(
+                    self.claim.job_id, self.claim.attempt, Outcome.FAILED, error_kind=ErrorKind.GPU_LOST, error=error
+                )
             self.kill()
 
     def kill(self) -> None:

@@ -36,7 +36,8 @@ class Slot:
     pipe: Connection
     registry: dict[str, Registered]
     result_limit: int
-    warm: dict[str, Any] = field(default_factory=dict)
+    #: Instances of handler classes by type and model.
+    warm: dict[tuple[str, str | None], Any] = field(default_factory=dict)
     cancelled: bool = False
     busy: bool = False
     leased: bool = False
@@ -57,7 +58,8 @@ class Slot:
 
     def run(self) -> None:
         memory = {name: registered.min_memory_mb for name, registered in self.registry.items()}
-        wire.send(self.pipe, {"hello": memory})
+        pinned = [name for name, registered in self.registry.items() if registered.pinned]
+        wire.send(self.pipe, {"hello": memory, "pinned": pinned})
         while True:
             head, body = wire.receive(self.pipe)
             if "stop" in head:
@@ -79,7 +81,9 @@ class Slot:
         self.leased = ctx.device is not None
         started = time.monotonic()
         ending, result = self._outcome(ctx, body)
-        self.leased = False
+        # A model that stays in memory does so under a lease too.
+        ending["keeps"] = (ctx.type, ctx.model_id) in self.warm
+        self.leased = self.leased and ending["keeps"]
         ending["run_seconds"] = time.monotonic() - started
         return ending, result
 
@@ -106,12 +110,13 @@ class Slot:
         registered = self.registry[ctx.type]
         if not registered.is_class:
             return registered.target
-        if ctx.type not in self.warm:
+        model = (ctx.type, ctx.model_id)
+        if model not in self.warm:
             instance = registered.target()
             if hasattr(instance, "load"):
                 instance.load(ctx)
-            self.warm[ctx.type] = instance
-        run: Callable[[Context, Any], Any] = self.warm[ctx.type].run
+            self.warm[model] = instance
+        run: Callable[[Context, Any], Any] = self.warm[model].run
         return run
 
     def _checked(self, value: object) -> tuple[dict[str, Any], str]:

@@ -11,10 +11,11 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
 from worker import wire
@@ -38,7 +39,11 @@ class SlotEvents:
     """Whom the slots tell. Called from the slots' thread; must not block."""
 
     started: Callable[[Claim], None]
-    ended: Callable[[Claim, End], None]
+    #: A job ended in the slot of that mark, whose handler may keep a model in memory. A slot whose job held a lease
+    #: takes no other until `reuse`, `settle_in` or `retire` says what is to become of it.
+    ended: Callable[[Claim, End, str, bool], None]
+    #: A slot that kept a model warm is gone.
+    left: Callable[[ResidentSlot, str], None]
     progressed: Callable[[Claim, float, str], None]
     #: A handler wants to know whether its job is still its own; `SlotPool.answer` tells it.
     asked: Callable[[Claim, int], None]
@@ -48,6 +53,7 @@ class SlotPool:
     def __init__(
         self,
         count: int,
+        name: str,
         command: list[str],
         environment: dict[str, str],
         events: SlotEvents,
@@ -56,6 +62,8 @@ class SlotPool:
         leased_until: Callable[[], float],
     ) -> None:
         self._count = count
+        self._name = name
+        self._started = 0
         self._leased_until = leased_until
         self._lifeline = lifeline
         self._cancel_step_s = cancel_step_s
@@ -64,7 +72,7 @@ class SlotPool:
         self._events = events
         self._slots: list[SlotProcess] = []
         self._free: list[SlotProcess] = []
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # over a lock that its holder may take again
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -75,6 +83,8 @@ class SlotPool:
         self._usual_run_s = 0.0
         #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
         self.memory: dict[str, int] = {}
+        #: Types whose models leave for nobody.
+        self.pinned: frozenset[str] = frozenset()
         self._thread = threading.Thread(target=self._loop, name="slots", daemon=True)
 
     def start(self) -> None:
@@ -95,15 +105,91 @@ class SlotPool:
                 self._changed.wait_for(lambda: len(self._free) == len(self._slots) or self._closing, linger_s)
             return len(self._free)
 
-    def dispatch(self, claim: Claim) -> bool:
-        """Give a job to a free slot; False when there is none (any more)."""
+    def vacancies(self) -> tuple[list[ResidentSlot], int]:
+        """Of the free slots, the models that some keep warm, the most recently used first, and how many are blank."""
         with self._changed:
-            if not self._free or self._closing:
+            warm = sorted((slot for slot in self._free if slot.resident), key=lambda slot: -slot.idle_since)
+            return [slot.resident for slot in warm if slot.resident], len(self._free) - len(warm)
+
+    def dispatch(self, claim: Claim) -> bool:
+        """Give a job to a free slot that may run it; False when there is none (any more)."""
+        with self._changed:
+            slot = None if self._closing else self._slot_for(claim)
+            if slot is None:
                 return False
-            slot = self._free.pop()
+            self._free.remove(slot)
             slot.take(claim)
         slot.send_job(claim)
         return True
+
+    def _slot_for(self, claim: Claim) -> SlotProcess | None:
+        """Under a warm model's lease: its slot. With a lease of its own: one that holds nothing. Else any."""
+        if claim.lease and claim.lease.resident:
+            return next((s for s in self._free if s.resident and s.resident.key == claim.lease.resident), None)
+        blank = next((slot for slot in reversed(self._free) if slot.resident is None), None)
+        if blank is not None or (claim.lease and claim.lease.gpus):
+            return blank
+        return self._free[-1] if self._free else None
+
+    def reuse(self, mark: str) -> None:
+        """Its leased job left nothing on the GPU."""
+        with self._changed:
+            for slot in self._inspected(mark):
+                slot.resident = None
+                self._release(slot)
+
+    def settle_in(self, mark: str, model: ResidentSlot) -> bool:
+        """Its leased job left a model that stays; False when the slot is gone or going."""
+        with self._changed:
+            found = [slot for slot in self._inspected(mark) if not (slot.dying or slot.worn)]
+            for slot in found:
+                slot.idle_since = time.monotonic()
+                if slot.resident is None:
+                    slot.resident, slot.resident_since = model, slot.idle_since
+                self._release(slot)
+            return bool(found)
+
+    def retire(self, mark: str) -> None:
+        """Its leased job left memory in use: the process must go. Another one takes its place."""
+        with self._changed:
+            for slot in self._inspected(mark):
+                slot.inspected, slot.resident = False, None
+                slot.kill()
+
+    def _inspected(self, mark: str) -> list[SlotProcess]:
+        return [slot for slot in self._slots if slot.mark == mark and slot.inspected]
+
+    def evict(self, keys: Collection[str]) -> None:
+        """End free slots that keep a model warm under one of these leases."""
+        with self._changed:
+            for slot in [slot for slot in self._free if slot.resident and slot.resident.key in keys]:
+                self._free.remove(slot)
+                slot.kill()
+
+    def make_blank(self, min_s: float) -> None:
+        """End the warm model that was idle longest, so that another job gets its slot, unless it came just now."""
+        with self._changed:
+            since = time.monotonic() - min_s
+            warm = [slot for slot in self._free if slot.resident and slot.resident.type not in self.pinned]
+            old = [slot for slot in warm if slot.resident_since <= since]
+            for slot in sorted(old, key=lambda slot: slot.idle_since)[:1]:
+                self._free.remove(slot)
+                slot.kill()
+
+    def lose_gpus(self, uuids: Collection[str]) -> None:
+        """End what runs or is kept on GPUs that are lost."""
+        with self._changed:
+            for slot in self._slots:
+                slot.lose_gpu(uuids)
+
+    def marks(self) -> set[str]:
+        """Slots whose processes live."""
+        with self._changed:
+            return {slot.mark for slot in self._slots}
+
+    def resident(self) -> int:
+        with self._changed:
+            return sum(slot.resident is not None for slot in self._slots)
 
     def cancel(self, job_id: str, attempt: int) -> None:
         """Stop this job, gently at first. Its end comes like any other; asking again changes nothing."""
@@ -130,13 +216,13 @@ class SlotPool:
 
     def busy(self) -> int:
         with self._changed:
-            return sum(slot.claim is not None for slot in self._slots)
+            return sum(slot.occupied for slot in self._slots)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing runs; False when something still does after `timeout_s`."""
         with self._changed:
             deadline = time.monotonic() + timeout_s
-            while any(slot.claim for slot in self._slots):
+            while any(slot.occupied for slot in self._slots):
                 if time.monotonic() >= deadline:
                     return False
                 self._changed.wait(TICK_S)
@@ -154,7 +240,7 @@ class SlotPool:
             self._closing = True
             self._changed.notify_all()
             for slot in self._slots:
-                if slot.claim is None and slot.ready:
+                if not slot.occupied and slot.ready:
                     slot.send({"stop": True})
         self._join(timeout_s)
         with self._changed:
@@ -196,7 +282,9 @@ class SlotPool:
 
     def _respawn(self) -> None:
         while not self._closing and len(self._slots) < self._count and time.monotonic() >= self._respawn_at:
-            slot = SlotProcess.start(self._command, self._environment, self._lifeline)
+            self._started += 1
+            mark = f"{self._name}#{self._started}"
+            slot = SlotProcess.start(self._command, self._environment, self._lifeline, mark)
             with self._changed:
                 self._slots.append(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
@@ -212,7 +300,7 @@ class SlotPool:
     def _understand(self, slot: SlotProcess, head: dict[str, Any], body: str) -> None:
         if "hello" in head:
             self._failures = 0
-            self.memory = head["hello"]
+            self.memory, self.pinned = head["hello"], frozenset(head["pinned"])
             self._release(slot)
         elif "progress" in head and slot.claim is not None:
             self._events.progressed(slot.claim, *head["progress"])
@@ -221,12 +309,16 @@ class SlotPool:
         elif "end" in head and slot.claim is not None and slot.verdict is None:
             claim, end = slot.claim, slot.end_of(slot.claim, head["end"], body)
             self._usual_run_s += (end.run_seconds - self._usual_run_s) / 16
-            self._release(slot)
-            self._events.ended(claim, end)
+            if claim.lease and claim.lease.gpus:
+                with self._changed:
+                    slot.claim, slot.inspected = None, True
+            else:
+                self._release(slot)
+            self._events.ended(claim, end, slot.mark, bool(head["end"].get("keeps")))
 
     def _release(self, slot: SlotProcess) -> None:
         with self._changed:
-            slot.ready, slot.claim = True, None
+            slot.ready, slot.claim, slot.inspected = True, None, False
             if slot.worn:
                 slot.kill()
             elif self._closing:
@@ -258,7 +350,9 @@ class SlotPool:
                 self._free.remove(slot)
             self._changed.notify_all()
         if claim is not None:
-            self._events.ended(claim, slot.end_of_dead(claim, code))
+            self._events.ended(claim, slot.end_of_dead(claim, code), slot.mark, False)
+        elif slot.resident is not None and not slot.inspected:
+            self._events.left(slot.resident, slot.mark)
 
     def _drain(self, slot: SlotProcess) -> None:
         """Hear what it said just before its end: the job may have finished."""
@@ -273,6 +367,8 @@ class SlotPool:
                 slot.look_at_clock(now)
                 if leases_over and slot.claim is not None and slot.claim.lease:
                     slot.hand_back("its lease ran out")  # by now its memory may be another's
+                elif leases_over and slot.resident is not None:
+                    slot.kill()
                 if slot.claim is not None and slot.verdict is None and now - slot.since >= RUNNING_AFTER_S:
                     slot.since = NEVER
                     self._events.started(slot.claim)

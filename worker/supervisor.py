@@ -19,18 +19,23 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator.errors import OrchestratorError, Overloaded, Unavailable
-from orchestrator.gpu import backends
+from orchestrator.gpu import Gpu, Health, backends
+from orchestrator.gpu.watch import Watch
 from orchestrator.identity import instance_id, node_id
 from orchestrator.jobs import BURY, DEFAULT_LANE, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
+from orchestrator.leases import ResidentSlot, Terms
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import nodes, ownership
-from orchestrator.store.claim import Claim
+from orchestrator.store.claim import NO_BLANK_SLOT, Claim, NotClaimed
 from orchestrator.store.database import Database
+from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
-from orchestrator.store.settle import End, Outcome, Settled, Start
+from orchestrator.store.settle import End, Outcome, Release, Settled, Start
 from orchestrator.stream.hub import Hub
+from worker import host
+from worker.custody import Custody, Departure
 from worker.doorbell import Listener
 from worker.intake import Held, Intake
 from worker.keepalive import Keepalive
@@ -55,9 +60,10 @@ class Session:
         self._lane = hub.lane(settings.worker_pool or DEFAULT_LANE)
         self._node_id = node_id(settings)
         self.worker_id = instance_id()
-        self._gpus = backends.choose(settings.gpu_backend, self._node_id, settings.data_dir)
+        self._backend = backends.choose(settings.gpu_backend, self._node_id, settings.data_dir)
+        self._gpus = Watch(self._backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
         self._by = Claimant(
-            self.worker_id, self._node_id, self._lane.name, settings.job_lease_ttl_s, settings.gpu_stale_s
+            self.worker_id, self._node_id, self._lane.name, settings.job_lease_ttl_s, Terms.of(settings)
         )
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
@@ -77,9 +83,10 @@ class Session:
         policy = RetryPolicy.of(settings)
         self._slots = SlotPool(
             settings.worker_slots,
+            self.worker_id,
             [str(settings.payload_max_bytes), *settings.worker_handlers],
-            self._gpus.environment(),
-            SlotEvents(self._started, self._ended, self._progressed, self._asked),
+            self._backend.environment(),
+            SlotEvents(self._started, self._ended, self._left, self._progressed, self._asked),
             settings.cancel_step_s,
             self._lifeline,
             leased_until=lambda: self._keepalive.leased_until if self._keepalive else math.inf,
@@ -104,9 +111,12 @@ class Session:
             self._ledger,
             self._held,
             settings,
+            no_room=lambda claims: self._custody.no_room(claims),
             on_read=self._read,
             on_refused=self._refused,
+            on_denied=self._denied,
         )
+        self._custody = Custody(self._gpus, self._slots, self._write_down)
 
     def begin(self) -> None:
         """Start the slots, register once their handlers are known, then take jobs."""
@@ -115,7 +125,7 @@ class Session:
             if self.over.is_set():
                 return
         worker = self._describe()
-        self._db.write(lambda conn: nodes.register(conn, worker, self._gpus.name))
+        self._db.write(lambda conn: nodes.register(conn, worker, host.describe(self._backend.name)))
         self._keepalive = Keepalive(
             self._db,
             worker,
@@ -125,6 +135,8 @@ class Session:
             self._lifeline,
             on_lost=self._on_lost,
             on_cancelled=self._cancelled,
+            on_sampled=self._sampled,
+            running=self._slots.marks,
         )
         self._keepalive.start()
         self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
@@ -177,27 +189,59 @@ class Session:
         self._slots.close()
         self._questions.shutdown(wait=False, cancel_futures=True)
         self._intake.join()
+        self._custody.close(self._settings.db_timeout_s)
         self._ledger.close(self._settings.db_timeout_s)
         if self._keepalive is not None:
             self._keepalive.close()
         self._lifeline.close()  # last: a heartbeat writes to it
+        self._gpus.close()
 
     # ── what the parts tell ─────────────────────────────────────────────────────────────────────────────────
 
     def _started(self, claim: Claim) -> None:
         self._ledger.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
 
-    def _ended(self, claim: Claim, end: End) -> None:
-        self._progress.pop(claim.job_id, None)
-        self._ledger.note(end, self._held.entry_of(claim.job_id))
+    def _ended(self, claim: Claim, end: End, slot: str, keeps: bool) -> None:
+        if claim.lease is None or not claim.lease.gpus:
+            self._write_down(end)
+            return
+        pinned = claim.type in self._slots.pinned
+        self._custody.after(Departure(slot, claim.lease.key, claim.lease.gpus, claim, end, keeps, pinned))
 
-    def _refused(self, claim: Claim) -> None:
-        """Claimed, but its slot went away meanwhile."""
-        back = End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="no slot was free any more")
+    def _left(self, model: ResidentSlot, slot: str) -> None:
+        self._custody.after(Departure(slot, model.key, model.gpus))
+
+    def _write_down(self, event: End | Release) -> None:
+        if isinstance(event, Release):
+            self._ledger.note(event)
+            return
+        self._progress.pop(event.job_id, None)
+        self._ledger.note(event, self._held.entry_of(event.job_id))
+
+    def _refused(self, claim: Claim, no_room: str | None) -> None:
+        """Claimed, but its slot went away meanwhile, or the memory that its lease speaks of is not there."""
+        reason, pause = (no_room, self._settings.gpu_sample_s) if no_room else ("no slot was free any more", 0.0)
+        key = claim.lease.key if claim.lease else None
+        back = End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error=reason, retry_after_s=pause, lease_key=key)
+        if no_room and self._keepalive:
+            self._keepalive.poke()  # the database must hear of it before others get the same answer
         try:
-            self._ended(claim, back)
+            self._write_down(back)
         except Overloaded:  # the session ended while the claim was being committed: the leader finds the job
             log.warning("left a claimed job behind", extra={"job_id": claim.job_id})
+
+    def _denied(self, answers: Sequence[NotClaimed]) -> None:
+        if any(answer.reason == NO_BLANK_SLOT for answer in answers):
+            self._slots.make_blank(self._settings.resident_min_s)
+        elif any(answer.evicting for answer in answers) and self._keepalive:
+            self._keepalive.poke()  # it hears which of our warm models must leave
+
+    def _sampled(self, sample: list[Gpu], findings: Findings) -> None:
+        self._slots.evict(findings.evicted)
+        self._slots.lose_gpus({gpu.uuid for gpu in sample if gpu.health is Health.LOST})
+        self._custody.end_orphans(findings.orphans, sample, self.worker_id)
+        for uuid in findings.quarantined:
+            log.error("GPU quarantined: memory did not come back", extra={"gpu": uuid, "runbook": "gpu-quarantine"})
 
     def _progressed(self, claim: Claim, fraction: float, note: str) -> None:
         """What a handler says must not be able to stop the heartbeat that carries it."""
@@ -237,7 +281,15 @@ class Session:
     def _beat(self) -> Beat:
         progress = tuple((job_id, *report) for job_id, report in list(self._progress.items()))
         held = tuple(self._held.job_ids())
-        return Beat(self._slots.busy(), self._counts["done"], self._counts["failed"], self._draining, progress, held)
+        return Beat(
+            self._slots.busy(),
+            self._counts["done"],
+            self._counts["failed"],
+            self._draining,
+            progress,
+            held,
+            self._slots.resident(),
+        )
 
     def _on_lost(self) -> None:
         self.lost = True

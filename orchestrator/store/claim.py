@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
-from orchestrator.leases import Denied, Granted, LeaseRequest
-from orchestrator.store import audit, leases, ownership, withdraw
+from orchestrator.leases import Denied, Granted, LeaseRequest, ResidentSlot
+from orchestrator.placement import Cluster, Placed, Reason, reservation
+from orchestrator.store import audit, gpus, grants, nodes, ownership, residency, withdraw
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
@@ -28,6 +30,12 @@ HOPELESS_S, MAX_HOPELESS_S = 60.0, 3600.0
 EXPIRED = str(job_rules.ErrorKind.DEADLINE)
 #: Seconds until a job whose type this worker does not know is offered again.
 NO_HANDLER_S = 5.0
+#: Seconds until a job is offered again that fits on another node, whose worker may be quicker then.
+ELSEWHERE_S = 0.25
+#: Seconds for which a GPU is kept for a starving job, and until it is offered again.
+RESERVED_S, RESERVED_RETRY_S = 15.0, 1.0
+#: Why a job is not claimed whose lease needs a process of its own, while all free ones keep a model warm.
+NO_BLANK_SLOT = "every free slot keeps another model warm"
 
 
 class Claim(NamedTuple):
@@ -50,6 +58,8 @@ class NotClaimed:
 
     reason: str
     exists: bool = True
+    #: Idle warm models were asked to make room for it: their worker must hear of that.
+    evicting: bool = False
 
 
 #: A job that was announced and then unpublished may be claimed all the same: it waits, and somebody has time.
@@ -116,11 +126,14 @@ def claim_jobs(
     job_ids: Sequence[str],
     memory_for: Callable[[str], int | None],
     held: Collection[str] = (),
+    warm: Sequence[ResidentSlot] = (),
+    blank: int | None = None,
 ) -> dict[str, Claim | NotClaimed]:
     """Pending → claimed for every offered job that is free, with its GPU lease, in the caller's transaction.
 
     `memory_for(type)` is the handler's default need in MB; None when this worker has no such handler. `held` are
-    jobs this worker runs already.
+    jobs this worker runs already, `warm` its free slots that keep a model, `blank` how many others are free (None:
+    enough).
     """
     job_ids = list(dict.fromkeys(job_ids))  # a job announced again may be delivered twice in one read
     offered = _offered(conn, job_ids)
@@ -133,12 +146,14 @@ def claim_jobs(
             _defer(conn, job, f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
             answers[job.job_id] = NotClaimed("no_handler")
     free = [job for job in offered.values() if job.job_id not in answers]
-    granted = _lease_all(conn, by, free, memory_for)
+    requests = {job.job_id: request for job in free if (request := _request(by, job, memory_for))}
+    granted: dict[str, Granted | Denied] = dict(_under_warm_models(conn, by, free, requests, warm))
+    granted |= _lease_all(conn, by, [request for key, request in requests.items() if key not in granted], blank)
     for job in free:
         lease = granted.get(job.job_id)
         if isinstance(lease, Denied):
-            _defer(conn, job, lease.reason, _patience(conn, job, lease))
-            answers[job.job_id] = NotClaimed(lease.reason)
+            _defer(conn, job, lease.reason, _patience(conn, by, job, requests[job.job_id], lease))
+            answers[job.job_id] = NotClaimed(lease.reason, evicting=lease.evicting)
     _take_ownership(conn, by, [job for job in free if job.job_id not in answers], granted, answers)
     return answers
 
@@ -174,31 +189,60 @@ def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]
     record(conn, by, [], ends, RetryPolicy(0, 0, 0))
 
 
+def _request(by: Claimant, job: _Offered, memory_for: Callable[[str], int | None]) -> LeaseRequest | None:
+    """The lease that a job needs; None for one that needs no GPU memory."""
+    memory = job.min_memory_mb if job.min_memory_mb is not None else memory_for(job.type)
+    if not memory:
+        return None
+    return LeaseRequest(
+        agent=job.agent,
+        memory_mb=memory,
+        ttl_s=by.lease_ttl_s,
+        gpu_count=job.gpu_count,
+        cpu_fallback=bool(job.cpu_fallback),
+        node_id=by.node_id,
+        job_id=job.job_id,
+        attempt=job.attempt + 1,
+        worker_id=by.worker_id,
+        model_id=job.model_id,
+    )
+
+
+def _under_warm_models(
+    conn: Connection,
+    by: Claimant,
+    offered: Sequence[_Offered],
+    requests: Mapping[str, LeaseRequest],
+    warm: Sequence[ResidentSlot],
+) -> dict[str, Granted]:
+    """Jobs whose model is in memory already run under its lease, one at a time."""
+    idle = list(warm)
+    taken: dict[str, Granted] = {}
+    for job in offered if idle else ():
+        request = requests.get(job.job_id)
+        fitting = [slot for slot in idle if request and _serves(slot, job, request)]
+        if request and fitting and residency.occupy(conn, fitting[0], job.job_id, by.worker_id):
+            slot = fitting[0]
+            idle.remove(slot)
+            expires = datetime.max  # noqa: DTZ901 - its worker renews it, whatever stands in the row now
+            taken[job.job_id] = Granted(request, "gpu", by.node_id, slot.gpus, expires, resident=slot.key)
+    return taken
+
+
+def _serves(slot: ResidentSlot, job: _Offered, request: LeaseRequest) -> bool:
+    same_model = (slot.type, slot.model_id) == (job.type, job.model_id)
+    return same_model and slot.memory_mb >= request.memory_mb and len(slot.gpus) == request.gpu_count
+
+
 def _lease_all(
-    conn: Connection, by: Claimant, rows: Sequence[_Offered], memory_for: Callable[[str], int | None]
+    conn: Connection, by: Claimant, requests: Sequence[LeaseRequest], blank: int | None
 ) -> dict[str, Granted | Denied]:
-    """Leases for those that need GPU memory; a job that needs none runs without."""
-    requests = []
-    for row in rows:
-        memory = row.min_memory_mb if row.min_memory_mb is not None else memory_for(row.type)
-        if memory:
-            requests.append(
-                LeaseRequest(
-                    agent=row.agent,
-                    memory_mb=memory,
-                    ttl_s=by.lease_ttl_s,
-                    gpu_count=row.gpu_count,
-                    cpu_fallback=bool(row.cpu_fallback),
-                    node_id=by.node_id,
-                    job_id=row.job_id,
-                    attempt=row.attempt + 1,
-                    worker_id=by.worker_id,
-                )
-            )
-    if not requests:
-        return {}
-    answers = leases.grant(conn, requests, by.gpu_stale_s, by.node_id)
-    return {str(request.job_id): answer for request, answer in zip(requests, answers, strict=True)}
+    """New leases, for as many jobs as there are slots without a model in memory."""
+    room = len(requests) if blank is None else min(blank, len(requests))
+    refused = Denied(NO_BLANK_SLOT, Reason.NO_MEMORY, ELSEWHERE_S, evicting=True)
+    answers = grants.grant(conn, requests[:room], by.terms, by.node_id) if room else []
+    given = zip(requests, [*answers, *[refused] * (len(requests) - room)], strict=True)
+    return {str(request.job_id): answer for request, answer in given}
 
 
 def _take_ownership(
@@ -208,11 +252,16 @@ def _take_ownership(
     granted: Mapping[str, Granted | Denied],
     answers: dict[str, Claim | NotClaimed],
 ) -> None:
-    for leased in (True, False):
-        group = [job for job in rows if isinstance(granted.get(job.job_id), Granted) is leased]
+    groups: dict[tuple[bool, str | None], list[_Offered]] = {}
+    for job in rows:
+        lease = granted.get(job.job_id)
+        kind = (True, lease.resident) if isinstance(lease, Granted) else (False, None)
+        groups.setdefault(kind, []).append(job)
+    for (leased, resident), group in groups.items():
+        how: dict[str, Any] = {"lease_token": resident} if resident else {"leased": leased}
         for attempt, ids in by_attempt(group):
             moved = move(
-                conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id, leased=leased
+                conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id, **how
             )
             assert moved == len(ids), "rows are locked, nobody else can have moved them"
     events = []
@@ -249,17 +298,41 @@ def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
     }
 
 
-def _patience(conn: Connection, job: _Offered, denied: Denied) -> float:
+def _patience(conn: Connection, by: Claimant, job: _Offered, request: LeaseRequest, denied: Denied) -> float:
     """Seconds until a denied job is offered again: the longer it has waited, the more.
 
     Otherwise a crowd of jobs that do not fit would keep all others from being offered at all. One that no GPU of
     the cluster could take waits longest; a larger GPU may join one day.
     """
-    if (job.min_memory_mb or 0) > leases.largest_gpu_mb(conn):
+    if denied.evicting:
+        pause = denied.retry_after_s
+    elif request.memory_mb > gpus.largest_usable_mb(conn):
         pause = min(max(HOPELESS_S, job.age_s), MAX_HOPELESS_S)
+    elif _fits_elsewhere(conn, by, request):
+        pause = ELSEWHERE_S
+    elif job.age_s >= by.terms.starvation_s and _reserved(conn, by, request):
+        pause = RESERVED_RETRY_S
     else:
         pause = min(max(denied.retry_after_s, job.age_s / 10), MAX_PATIENCE_S)
     return pause * random.uniform(0.8, 1.2)
+
+
+def _fits_elsewhere(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
+    """Whether another node that serves this lane has room: a worker there should get the job soon, not later."""
+    ask = replace(request, node_id=None).ask()
+    choice = grants.snapshot(conn, by.terms).place(ask, by.terms.policy, by.terms.recent.mix())
+    return isinstance(choice, Placed) and nodes.serves(conn, choice.gpus[0].node_id, by.pool_id)
+
+
+def _reserved(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
+    """Keep GPUs of this node for a job that has starved; they take nothing else until it got its room."""
+    ask, views = request.ask(), gpus.views(conn, by.terms.stale_s, by.node_id)
+    before = gpus.reserved_for(conn, ask.key)
+    if before:
+        here = before <= {view.gpu_uuid for view in views}
+        return here and gpus.reserve(conn, before, ask.key, RESERVED_S)
+    chosen = reservation(Cluster(views), ask)
+    return bool(chosen) and gpus.reserve(conn, [view.gpu_uuid for view in chosen or ()], ask.key, RESERVED_S)
 
 
 def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:

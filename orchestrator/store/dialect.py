@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from sqlalchemy import (
     make_url,
     text,
 )
-from sqlalchemy.dialects import mysql
+from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
@@ -102,6 +102,21 @@ def by_key(statement: Keyed, *tables: Table) -> Keyed:
     for table in tables:
         statement = statement.with_hint(table, hint, server)
     return statement
+
+
+def upsert(
+    conn: Connection, table: Table, rows: list[dict[str, Any]], computed: Callable[[Any], dict[str, Any]]
+) -> None:
+    """Insert rows by one statement; those that exist take all new values, but for what `computed` makes of both."""
+    key = [column.name for column in table.primary_key]
+    if conn.dialect.name == "sqlite":
+        added = sqlite.insert(table).values(rows)
+        new = {name: added.excluded[name] for name in rows[0] if name not in key}
+        conn.execute(added.on_conflict_do_update(index_elements=key, set_=new | computed(added.excluded)))
+    else:
+        given = mysql.insert(table).values(rows)
+        new = {name: given.inserted[name] for name in rows[0] if name not in key}
+        conn.execute(given.on_duplicate_key_update(new | computed(given.inserted)))
 
 
 def in_order(statement: Select[Any]) -> Select[Any]:

@@ -1,200 +1,44 @@
-"""GPU leases: memory is granted by a guarded UPDATE of the GPU's row, the lease is inserted in the same transaction.
+"""GPU leases as rows: begun by `grants`, renewed, and ended in one of two steps.
 
 The account `gpus.leased_mb` always equals the sum of the shares (`lease_gpus`) of that GPU's active leases, because
-every function here changes both in one transaction.
+every function here changes both in one transaction. A lease whose processes may still hold the memory is *ending*: it
+counts as active until a sample of its node shows them gone (`finish_endings`), and is of no use to anybody meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime, timedelta
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ClauseElement, Connection, bindparam, case, delete, func, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import ClauseElement, Connection, bindparam, delete, or_, select, update
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
-from orchestrator.leases import (
-    Denied,
-    GpuShare,
-    Granted,
-    LeaseRequest,
-    lease_name,
-    new_token,
-    token_hash,
-)
-from orchestrator.placement import GpuView, Placed, place
-from orchestrator.store import audit
-from orchestrator.store.database import Database
-from orchestrator.store.dialect import by_key, utc_now, utc_shift
+from orchestrator.gpu import Gpu
+from orchestrator.gpu.accounts import Holder, still_held
+from orchestrator.leases import Granted, lease_name, token_hash
+from orchestrator.store import audit, gpus
+from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
 from orchestrator.store.hot import Hot, Listed, insert_rows
-from orchestrator.store.schema import gpus, lease_gpus, leases
-
-#: Times a batch is placed anew when another process took the memory between the look and the UPDATE.
-MAX_ROUNDS = 4
-
-_SNAPSHOT = select(
-    gpus.c.gpu_uuid,
-    gpus.c.node_id,
-    gpus.c.gpu_index,
-    gpus.c.usable_mb,
-    gpus.c.leased_mb,
-    gpus.c.foreign_mb,
-    gpus.c.health,
-    (gpus.c.sampled_at > utc_shift(-bindparam("stale_s"))).label("fresh"),
-).order_by(gpus.c.gpu_uuid)
-
-_TAKE = (
-    update(gpus)
-    .where(
-        gpus.c.gpu_uuid == bindparam("uuid"),
-        gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,
-        gpus.c.health == "ok",
-        gpus.c.sampled_at > utc_shift(-bindparam("stale_s")),
-    )
-    .values(leased_mb=gpus.c.leased_mb + bindparam("need"))
-)
-_GIVE = (
-    update(gpus)
-    .where(gpus.c.gpu_uuid == bindparam("uuid"))
-    # Never below zero, whoever edited the account: a lease that cannot end would hold up all others.
-    .values(leased_mb=case((gpus.c.leased_mb < bindparam("amount"), 0), else_=gpus.c.leased_mb - bindparam("amount")))
-)
-_NOW = select(utc_now())
+from orchestrator.store.schema import gpus as gpu_rows
+from orchestrator.store.schema import lease_gpus, leases
 
 
-def grant(
-    conn: Connection, requests: Sequence[LeaseRequest], stale_s: float, node_id: str | None = None
-) -> list[Granted | Denied]:
-    """Answer each request, in order. `node_id` limits all of them to the GPUs of one node."""
-    placed = _place_all(conn, requests, stale_s, node_id)
-    now: datetime = conn.execute(_NOW).scalar_one()
-    answers: list[Granted | Denied] = []
-    for request, answer in zip(requests, placed, strict=True):
-        expires = now + timedelta(seconds=request.ttl_s)
-        if isinstance(answer, Placed):
-            shares = tuple(GpuShare(gpu.gpu_uuid, gpu.gpu_index) for gpu in answer.gpus)
-            answers.append(Granted(request, "gpu", answer.gpus[0].node_id, shares, expires))
-        elif request.cpu_fallback:
-            answers.append(Granted(request, "cpu", node_id, (), expires))
-        else:
-            answers.append(answer)
-    _insert(conn, [answer for answer in answers if isinstance(answer, Granted)])
-    return answers
-
-
-def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], stale_s: float) -> list[Granted | Denied]:
-    """Answer requests from outside in one transaction of their own, with their audit rows."""
-    try:
-        return db.write(lambda conn: _grant_and_record(conn, requests, stale_s))
-    except IntegrityError:
-        # Tokens are random: the only way to meet one's own is a commit whose answer was lost. Undo it, begin anew.
-        db.write(lambda conn: free(conn, [request.key for request in requests]))
-        anew = [replace(request, token=new_token()) for request in requests]
-        return db.write(lambda conn: _grant_and_record(conn, anew, stale_s))
-
-
-def _grant_and_record(conn: Connection, requests: Sequence[LeaseRequest], stale_s: float) -> list[Granted | Denied]:
-    answers = grant(conn, requests, stale_s)
-    audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
-    return answers
-
-
-def _granted_event(lease: Granted) -> audit.Event:
-    details = {
-        "lease": lease_name(lease.key),
-        "mode": lease.mode,
-        "memory_mb": lease.request.memory_mb,
-        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
-    }
-    return audit.Event("lease.granted", actor=lease.request.agent, details=details)
-
-
-def _place_all(
-    conn: Connection, requests: Sequence[LeaseRequest], stale_s: float, node_id: str | None
-) -> list[Placed | Denied]:
-    """Propose on a snapshot, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile."""
-    answers: dict[int, Placed | Denied] = {}
-    open_requests = list(range(len(requests)))
-    for _ in range(MAX_ROUNDS):
-        proposals = _propose(snapshot(conn, stale_s, node_id), [(i, requests[i]) for i in open_requests], answers)
-        open_requests = _take(conn, requests, proposals, stale_s)
-        answers |= {i: placed for i, placed in proposals.items() if i not in open_requests}
-        if not open_requests:
-            break
-    for i in open_requests:
-        answers[i] = Denied("other requests took the memory first", retry_after_s=0.1)
-    return [answers[i] for i in range(len(requests))]
-
-
-def snapshot(conn: Connection, stale_s: float, node_id: str | None = None) -> list[GpuView]:
-    statement = _SNAPSHOT if node_id is None else _SNAPSHOT.where(gpus.c.node_id == bindparam("node"))
-    rows = conn.execute(statement, {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s})
-    return [GpuView(**row._asdict()) for row in rows]
-
-
-def largest_gpu_mb(conn: Connection) -> int:
-    """What the largest GPU of the cluster could lease when it is empty."""
-    return int(conn.execute(select(func.max(gpus.c.usable_mb))).scalar() or 0)
-
-
-def _propose(
-    views: list[GpuView], requests: list[tuple[int, LeaseRequest]], answers: dict[int, Placed | Denied]
-) -> dict[int, Placed]:
-    """Place one after the other, each seeing what the earlier ones took; refusals are final for this batch."""
-    current = {view.gpu_uuid: view for view in views}
-    proposals = {}
-    for i, request in requests:
-        choice = place(list(current.values()), request.memory_mb, request.gpu_count, request.node_id)
-        if isinstance(choice, Placed):
-            proposals[i] = choice
-            current |= {gpu.gpu_uuid: gpu.with_lease(request.memory_mb) for gpu in choice.gpus}
-        else:
-            answers[i] = Denied(choice.reason)
-    return proposals
-
-
-def _take(
-    conn: Connection, requests: Sequence[LeaseRequest], proposals: Mapping[int, Placed], stale_s: float
-) -> list[int]:
-    """One guarded UPDATE per GPU for all its proposals; returns those that did not get every GPU they need."""
-    need: Counter[str] = Counter()
-    for i, placed in proposals.items():
-        for gpu in placed.gpus:
-            need[gpu.gpu_uuid] += requests[i].memory_mb
-    # Sorted: two batches take the rows in the same order and cannot deadlock.
-    refused = {
-        uuid
-        for uuid in sorted(need)
-        if conn.execute(_TAKE, {"uuid": uuid, "need": need[uuid], "stale_s": stale_s}).rowcount != 1
-    }
-    lost = [i for i, placed in proposals.items() if any(gpu.gpu_uuid in refused for gpu in placed.gpus)]
-    undo: Counter[str] = Counter()
-    for i in lost:
-        for gpu in proposals[i].gpus:
-            if gpu.gpu_uuid not in refused:
-                undo[gpu.gpu_uuid] += requests[i].memory_mb
-    _give_back(conn, undo)
-    return lost
-
-
-def _give_back(conn: Connection, amounts: Mapping[str, int]) -> None:
-    for uuid in sorted(amounts):
-        conn.execute(_GIVE, {"uuid": uuid, "amount": amounts[uuid]})
-
-
-def _insert(conn: Connection, granted: list[Granted]) -> None:
+def insert(conn: Connection, granted: Sequence[Granted]) -> None:
+    """Write the leases whose memory was taken in this transaction."""
     if not granted:
         return
-    insert_rows(conn, leases, [_row(lease) for lease in granted])
+    insert_rows(conn, leases, [_row(lease) for lease in granted], _DEFAULTS)
     shares = [
         {"token": lease.key, "gpu_uuid": gpu.gpu_uuid, "memory_mb": lease.request.memory_mb}
         for lease in granted
         for gpu in lease.gpus
     ]
     insert_rows(conn, lease_gpus, shares)
+
+
+_DEFAULTS = {"host_cpu_milli": 0, "host_memory_mb": 0}
 
 
 def _row(lease: Granted) -> dict[str, Any]:
@@ -208,6 +52,10 @@ def _row(lease: Granted) -> dict[str, Any]:
         "node_id": lease.node_id,
         "job_id": request.job_id,
         "worker_id": request.worker_id,
+        "pid": request.pid,
+        "model_id": request.model_id,
+        "host_cpu_milli": request.host_cpu_milli if lease.gpus else 0,
+        "host_memory_mb": request.host_memory_mb if lease.gpus else 0,
         "ttl_seconds": request.ttl_s,
         "expires_at": lease.expires_at,
     }
@@ -215,7 +63,14 @@ def _row(lease: Granted) -> dict[str, Any]:
 
 def _held_shares(keys: Listed) -> ClauseElement:
     shares = leases.outerjoin(lease_gpus, lease_gpus.c.token == leases.c.token)
-    held = select(leases.c.token, lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb).select_from(shares)
+    held = select(
+        leases.c.token,
+        leases.c.node_id,
+        leases.c.host_cpu_milli,
+        leases.c.host_memory_mb,
+        lease_gpus.c.gpu_uuid,
+        lease_gpus.c.memory_mb,
+    ).select_from(shares)
     active = held.where(leases.c.token.in_(keys), leases.c.state == "active")
     return by_key(active.with_for_update(), leases, lease_gpus)
 
@@ -230,27 +85,130 @@ _END = Hot(
 )
 
 
-def free(conn: Connection, keys: Sequence[str]) -> int:
-    """End the leases of jobs and return their memory. Those already over are left out."""
-    return _end(conn, keys, "spent")
-
-
-def _end(conn: Connection, keys: Sequence[str], state: str) -> int:
-    """Give the GPUs back what these leases hold.
+def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
+    """End leases and give the GPUs back what they hold. Those already over are left out.
 
     The rows stay a while (`forget`): deleting them by a list of keys here would lock, or wait for, the leases of
     others whenever the planner prefers to scan a small table.
     """
     shares = _HELD.run(conn, keys).all() if keys else []
-    live = sorted({share.token for share in shares})
+    live = {share.token: share for share in shares}
     if live:
         amounts: Counter[str] = Counter()
         for share in shares:
             if share.gpu_uuid is not None:
                 amounts[share.gpu_uuid] += share.memory_mb
-        _END.run(conn, live, as_state=state)
-        _give_back(conn, amounts)
+        _END.run(conn, sorted(live), as_state=state)
+        for share in sorted(live.values(), key=lambda share: share.node_id or ""):
+            if share.host_cpu_milli or share.host_memory_mb:
+                gpus.give_host(conn, share.node_id, share.host_cpu_milli, share.host_memory_mb)
+        gpus.give(conn, amounts)
     return len(live)
+
+
+def let_go(conn: Connection, keys: Sequence[str], state: str, reason: str | None = None, slot: str | None = None) -> None:
+    """End leases whose processes may still hold memory: at once when nobody could see that, else when they are gone."""
+    if not keys:
+        return
+    visible = or_(leases.c.worker_id.is_not(None), leases.c.pid.is_not(None))
+    conn.execute(
+        update(leases)
+        .where(
+            leases.c.token.in_(keys),
+            leases.c.state == "active",
+            leases.c.mode == "gpu",
+            leases.c.ending_as.is_(None),
+            visible,
+        )
+        .values(
+            ending_as=state,
+            ending_since=utc_now(),
+            end_reason=reason,
+            **({"slot": slot} if slot else {}),
+        )
+    )
+    rows = conn.execute(select(leases.c.token).where(leases.c.token.in_(keys), leases.c.ending_as.is_(None)))
+    free(conn, sorted(rows.scalars()), state)
+
+
+def finish_endings(
+    conn: Connection, node_id: str, sample: Sequence[Gpu], running: Collection[str], patience_s: float
+) -> list[str]:
+    """End the ending leases of a node whose processes are gone; a GPU where they do not go is quarantined.
+
+    `running` are the caller's own slots that live. Returns the GPUs that were quarantined.
+    """
+    endings = _endings(conn, node_id)
+    by_uuid = {gpu.uuid: gpu for gpu in sample}
+    stuck: dict[str, str] = {}
+    over: dict[str, list[str]] = {}
+    for key, rows in endings.items():
+        row = rows[0]
+        holder = Holder(row.memory_mb, row.worker_id, row.slot, row.pid)
+        uuids = [share.gpu_uuid for share in rows]
+        seen = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid]
+        held = [gpu for gpu in seen if still_held(gpu, holder, running)]
+        if len(seen) == len(uuids) and not held:
+            over.setdefault(row.ending_as, []).append(key)
+        elif row.ending_s > patience_s:
+            who = {gpu.uuid: _holders_of(gpu, holder) for gpu in held} or dict.fromkeys(uuids, "nobody can tell")
+            stuck |= {uuid: f"memory of lease {lease_name(key)} did not come back: {why}" for uuid, why in who.items()}
+            over.setdefault(row.ending_as, []).append(key)
+    for state, keys in over.items():
+        free(conn, sorted(keys), state)
+    for uuid, reason in sorted(stuck.items()):
+        gpus.quarantine(conn, [uuid], reason)
+    return sorted(stuck)
+
+
+def _holders_of(gpu: Gpu, holder: Holder) -> str:
+    pids = [process.pid for process in gpu.processes or () if holder.owns(process)]
+    return f"held by process {', '.join(map(str, pids[:5]))}" if pids else "nobody can tell"
+
+
+def _endings(conn: Connection, node_id: str) -> dict[str, list[Any]]:
+    rows = conn.execute(
+        select(
+            leases.c.token,
+            leases.c.worker_id,
+            leases.c.slot,
+            leases.c.pid,
+            leases.c.ending_as,
+            seconds_since(leases.c.ending_since).label("ending_s"),
+            lease_gpus.c.gpu_uuid,
+            lease_gpus.c.memory_mb,
+        )
+        .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
+        .where(leases.c.node_id == node_id, leases.c.state == "active", leases.c.ending_as.is_not(None))
+    )
+    found: dict[str, list[Any]] = {}
+    for row in rows:
+        found.setdefault(row.token, []).append(row)
+    return found
+
+
+def revoke(conn: Connection, lost: Mapping[str, str]) -> int:
+    """End every lease on GPUs that are lost (with why): the work under them cannot go on, and nobody can look there."""
+    rows = conn.execute(
+        select(leases.c.token, leases.c.job_id, leases.c.worker_id, leases.c.agent_name, lease_gpus.c.gpu_uuid)
+        .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
+        .where(lease_gpus.c.gpu_uuid.in_(sorted(lost)), leases.c.state == "active")
+    ).all()
+    for row in rows:
+        reason = f"GPU {row.gpu_uuid} was lost: {lost[row.gpu_uuid]}"
+        conn.execute(update(leases).where(leases.c.token == row.token).values(end_reason=reason[:255]))
+    ours = sorted({row.token for row in rows if row.worker_id is not None})
+    clients = {row.token: row.agent_name for row in rows if row.worker_id is None}
+    free(conn, ours)
+    free(conn, sorted(clients), "expired")
+    _record(conn, "lease.revoked", clients | dict.fromkeys(ours, None))
+    return len(ours) + len(clients)
+
+
+def _record(conn: Connection, event: str, actors: Mapping[str, str | None]) -> None:
+    audit.record(
+        conn, [audit.Event(event, actor=actor, details={"lease": lease_name(key)}) for key, actor in actors.items()]
+    )
 
 
 def heartbeat(conn: Connection, token: str) -> datetime:
@@ -258,47 +216,74 @@ def heartbeat(conn: Connection, token: str) -> datetime:
     key = token_hash(token)
     extended = conn.execute(
         update(leases)
-        .where(leases.c.token == key, leases.c.state == "active", leases.c.expires_at > utc_now())
+        .where(
+            leases.c.token == key,
+            leases.c.state == "active",
+            leases.c.ending_as.is_(None),
+            leases.c.expires_at > utc_now(),
+        )
         .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
     )
     row = _find(conn, key)
     if extended.rowcount != 1:
-        raise LeaseEnded("expired" if row.state == "active" else row.state)
+        raise LeaseEnded(row.ending_as or ("expired" if row.state == "active" else row.state), row.end_reason)
     expires: datetime = row.expires_at
     return expires
 
 
 def release(conn: Connection, token: str, actor: str | None = None) -> str:
-    """End a lease and return its memory; again is fine. Returns the state it was found in."""
+    """End a lease; again is fine. Its memory returns when its processes are gone. The state it was found in."""
     key = token_hash(token)
     row = _find(conn, key, lock=True)
-    if row.state == "active":
-        _end(conn, [key], "released")
-        audit.record(
-            conn, [audit.Event("lease.released", actor=actor or row.agent_name, details={"lease": lease_name(key)})]
-        )
-    state: str = row.state
+    if row.state == "active" and row.ending_as is None:
+        let_go(conn, [key], "released")
+        _record(conn, "lease.released", {key: actor or row.agent_name})
+    state: str = row.ending_as or row.state
     return state
 
 
-def purge(conn: Connection, limit: int = 200) -> int:
+def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0) -> int:
     """End leases whose time is over.
 
-    Those of jobs too: a worker renews them while it lives, and stops what runs under them before they end.
+    Those of jobs too: a worker renews them while it lives, and stops what runs under them before they end. Where the
+    node is silent nobody sees processes end; there the gate is closed, until a sample counts what is left as foreign.
     """
     due = conn.execute(
-        select(leases.c.token, leases.c.agent_name)
-        .where(leases.c.state == "active", leases.c.expires_at <= utc_now())
+        select(leases.c.token, leases.c.agent_name, leases.c.node_id)
+        .where(leases.c.state == "active", leases.c.expires_at <= utc_now(), leases.c.ending_as.is_(None))
         .order_by(leases.c.expires_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
-    _end(conn, [row.token for row in due], "expired")
-    audit.record(
-        conn,
-        [audit.Event("lease.expired", actor=row.agent_name, details={"lease": lease_name(row.token)}) for row in due],
+    watched = _watched_nodes(conn, {row.node_id for row in due if row.node_id}, stale_s)
+    let_go(conn, [row.token for row in due if row.node_id in watched], "expired")
+    free(conn, [row.token for row in due if row.node_id not in watched], "expired")
+    _record(conn, "lease.expired", {row.token: row.agent_name for row in due})
+    return len(due) + _free_unwatched(conn, stale_s, limit)
+
+
+def _watched_nodes(conn: Connection, node_ids: Collection[str], stale_s: float) -> set[str]:
+    rows = conn.execute(
+        select(gpu_rows.c.node_id)
+        .where(gpu_rows.c.node_id.in_(node_ids), gpu_rows.c.sampled_at > utc_shift(-stale_s))
+        .distinct()
     )
-    return len(due)
+    return set(rows.scalars())
+
+
+def _free_unwatched(conn: Connection, stale_s: float, limit: int) -> int:
+    """Ending leases on nodes that fell silent before anybody saw their processes go."""
+    rows = conn.execute(
+        select(leases.c.token, leases.c.node_id, leases.c.ending_as)
+        .where(leases.c.state == "active", leases.c.expires_at <= utc_now(), leases.c.ending_as.is_not(None))
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).all()
+    watched = _watched_nodes(conn, {row.node_id for row in rows}, stale_s) if rows else set()
+    gone = [row for row in rows if row.node_id not in watched]
+    for state in {row.ending_as for row in gone}:
+        free(conn, [row.token for row in gone if row.ending_as == state], state)
+    return len(gone)
 
 
 def forget(conn: Connection, keep_s: float, limit: int = 500) -> int:
@@ -331,7 +316,9 @@ def forget_jobs(conn: Connection, job_ids: Sequence[str]) -> set[str]:
 
 
 def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:
-    query = select(leases.c.agent_name, leases.c.state, leases.c.expires_at).where(leases.c.token == key)
+    query = select(
+        leases.c.agent_name, leases.c.state, leases.c.expires_at, leases.c.ending_as, leases.c.end_reason
+    ).where(leases.c.token == key)
     row = conn.execute(query.with_for_update() if lock else query).one_or_none()
     if row is None:
         raise LeaseNotFound

@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import OWNED, Arrow, Queued
-from orchestrator.leases import JOB_LEASE
+from orchestrator.leases import JOB_LEASE, Terms
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import Hot
@@ -43,7 +43,7 @@ class Claimant:
     node_id: str
     pool_id: str
     lease_ttl_s: float
-    gpu_stale_s: float
+    terms: Terms
 
     @property
     def owner(self) -> str | None:
@@ -56,8 +56,8 @@ def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
     sources: list[ColumnElement[Any]] = [literal_column(f"'{status}'") for status in sorted(arrow.source)]
     values = (
         {"status": arrow.target, "updated_at": utc_now()}
-        | {column: bindparam(f"set_{column}") for column in columns}
         | _CONSEQUENCES.get(arrow, {})
+        | {column: bindparam(f"set_{column}") for column in columns}
     )
     guards = []
     if arrow.source <= OWNED:
@@ -123,7 +123,7 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.FAIL: _ENDED,
     job_rules.BURY: _ENDED,
     job_rules.RETRY: _UNOWNED | _DUE,
-    job_rules.HAND_BACK: _UNOWNED | {"attempts": jobs.c.attempts - 1, "queued": Queued.READY},
+    job_rules.HAND_BACK: _UNOWNED | _DUE | {"attempts": jobs.c.attempts - 1},
     job_rules.STOP: _ENDED,
     job_rules.DEFER: {"published_at": None} | _DUE,
     job_rules.CANCEL: _WITHDRAWN | {"cancel_requested_at": utc_now()},

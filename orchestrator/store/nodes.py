@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Table, bindparam, func, insert, or_, select, update
+from sqlalchemy import Connection, Table, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerLost
-from orchestrator.gpu import Gpu
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
-from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, nodes, workers
+from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, nodes, workers
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,22 @@ class Worker:
     types: tuple[str, ...]
 
 
-def register(conn: Connection, worker: Worker, gpu_backend: str) -> None:
+@dataclass(frozen=True)
+class Host:
+    """What a machine has beside its GPUs; None for what it does not tell."""
+
+    gpu_backend: str
+    cpu_milli: int | None = None
+    memory_mb: int | None = None
+
+
+def register(conn: Connection, worker: Worker, host: Host) -> None:
     if conn.execute(select(workers.c.worker_id).where(workers.c.worker_id == worker.worker_id)).scalar():
         return  # by a commit whose answer was lost
-    known = conn.execute(select(nodes.c.node_id).where(nodes.c.node_id == worker.node_id)).scalar()
-    if known is None:
-        _insert_once(conn, nodes, {"node_id": worker.node_id, "hostname": worker.hostname, "gpu_backend": gpu_backend})
+    said = {"hostname": worker.hostname, **asdict(host)}
+    known = conn.execute(update(nodes).where(nodes.c.node_id == worker.node_id).values(said))
+    if known.rowcount == 0:
+        _insert_once(conn, nodes, {"node_id": worker.node_id, **said})
     conn.execute(
         insert(workers),
         {
@@ -53,7 +62,7 @@ def register(conn: Connection, worker: Worker, gpu_backend: str) -> None:
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat of a worker: what it does, and what its node's GPUs look like."""
+    """One heartbeat of a worker: what it does."""
 
     busy: int
     done: int
@@ -62,9 +71,11 @@ class Beat:
     progress: tuple[tuple[str, int, float, str], ...] = ()
     #: Jobs in hand.
     held: tuple[str, ...] = ()
+    #: Warm models in memory, each under a lease.
+    resident: int = 0
 
 
-def heartbeat(conn: Connection, worker: Worker, beat: Beat, sample: Sequence[Gpu], gate_pct: int) -> None:
+def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
     """Say that a worker lives, and extend the leases it holds.
 
     Raises WorkerLost when the leader has given its jobs away: it must stop them and register anew.
@@ -82,10 +93,10 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat, sample: Sequence[Gpu
     )
     if alive.rowcount != 1:
         raise WorkerLost(worker.worker_id)
-    if beat.busy:
+    if beat.busy or beat.resident:
         conn.execute(
             update(leases)
-            .where(leases.c.worker_id == worker.worker_id, leases.c.state == "active")
+            .where(leases.c.worker_id == worker.worker_id, leases.c.state == "active", leases.c.ending_as.is_(None))
             .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
         )
     for job_id, attempt, fraction, note in beat.progress:
@@ -94,59 +105,7 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat, sample: Sequence[Gpu
             .where(jobs.c.job_id == job_id, jobs.c.attempt == attempt, jobs.c.worker_id == worker.worker_id)
             .values(progress=fraction, progress_note=note[:255])
         )
-    record_gpus(conn, worker.node_id, sample, gate_pct)
-
-
-_UPDATE_GPU = (
-    update(gpus)
-    .where(gpus.c.gpu_uuid == bindparam("uuid"))
-    .values(
-        node_id=bindparam("on_node"),
-        gpu_index=bindparam("at_index"),
-        usable_mb=bindparam("usable"),
-        used_mb=bindparam("used"),
-        foreign_mb=bindparam("foreign"),
-        utilization=bindparam("busy"),
-        health=bindparam("state"),
-        health_reason=bindparam("reason"),
-        sampled_at=utc_now(),
-    )
-)
-
-
-def record_gpus(conn: Connection, node_id: str, sample: Sequence[Gpu], gate_pct: int) -> None:
-    """Store a node's fresh sample. `usable_mb` is the gate: what leases and foreign memory may fill together."""
-    conn.execute(update(nodes).where(nodes.c.node_id == node_id).values(last_heartbeat=utc_now()))
-    for gpu in sorted(sample, key=lambda gpu: gpu.uuid):
-        values = {
-            "uuid": gpu.uuid,
-            "on_node": node_id,
-            "at_index": gpu.index,
-            "usable": gpu.total_mb * gate_pct // 100,
-            "used": gpu.used_mb,
-            "foreign": gpu.foreign_mb,
-            "busy": gpu.utilization,
-            "state": gpu.health,
-            "reason": gpu.health_reason,
-        }
-        if conn.execute(_UPDATE_GPU, values).rowcount == 0:
-            _insert_once(
-                conn,
-                gpus,
-                {
-                    "gpu_uuid": gpu.uuid,
-                    "node_id": node_id,
-                    "gpu_index": gpu.index,
-                    "name": gpu.name,
-                    "total_mb": gpu.total_mb,
-                    "usable_mb": values["usable"],
-                    "used_mb": gpu.used_mb,
-                    "foreign_mb": gpu.foreign_mb,
-                    "utilization": gpu.utilization,
-                    "health": gpu.health,
-                    "health_reason": gpu.health_reason,
-                },
-            )
+    conn.execute(update(nodes).where(nodes.c.node_id == worker.node_id).values(last_heartbeat=utc_now()))
 
 
 def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
@@ -210,6 +169,16 @@ def dead_owners(conn: Connection, limit: int) -> list[DeadOwner]:
     return [DeadOwner(worker_id, node, pool, float(silent)) for worker_id, node, pool, silent in rows]
 
 
+def dead_ids(conn: Connection, worker_ids: Collection[str]) -> set[str]:
+    """Which of these workers are known to be gone. One that nobody has heard of may be another cluster's."""
+    rows = conn.execute(
+        select(workers.c.worker_id).where(
+            workers.c.worker_id.in_(sorted(worker_ids)), workers.c.status.not_in(LIVE_WORKERS)
+        )
+    )
+    return set(rows.scalars())
+
+
 def alive_ids(conn: Connection, worker_ids: Sequence[str]) -> set[str]:
     """Which of these workers are alive. Lost and stopped ones are not, nor is one nobody has heard of."""
     rows = conn.execute(
@@ -229,10 +198,14 @@ def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
     return [row._asdict() | {"types": json.loads(row.types)} for row in rows]
 
 
-def list_gpus(conn: Connection, stale_s: float) -> list[dict[str, Any]]:
-    fresh = (gpus.c.sampled_at > utc_shift(-stale_s)).label("fresh")
-    rows = conn.execute(select(gpus, fresh).order_by(gpus.c.node_id, gpus.c.gpu_index))
-    return [row._asdict() | {"fresh": bool(row.fresh)} for row in rows]
+def serves(conn: Connection, node_id: str, pool_id: str) -> bool:
+    """Whether this node has a live worker for that lane."""
+    found = conn.execute(
+        select(workers.c.worker_id)
+        .where(workers.c.pool_id == pool_id, workers.c.status.in_(LIVE_WORKERS), workers.c.node_id == node_id)
+        .limit(1)
+    )
+    return found.scalar() is not None
 
 
 def _worker(row: Any) -> Worker:

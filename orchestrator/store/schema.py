@@ -172,16 +172,33 @@ leases = Table(
     Column("node_id", String(128)),
     Column("job_id", String(128)),
     Column("worker_id", String(128)),
+    # Whose processes use the memory: a process and its descendants, or (WORKER_ID#NUMBER) those of a slot.
+    Column("pid", Integer),
+    Column("slot", String(160)),
+    Column("host_cpu_milli", Integer, nullable=False, server_default="0"),
+    Column("host_memory_mb", Integer, nullable=False, server_default="0"),
     Column("ttl_seconds", Float, nullable=False),
     _created(),
     Column("expires_at", UtcDateTime, nullable=False),
     Column("last_heartbeat", UtcDateTime),
+    # Over, but its processes may still hold the memory: active until they are gone, then `ending_as`.
+    Column("ending_as", String(8)),
+    Column("ending_since", UtcDateTime),
+    Column("end_reason", String(255)),
+    # A warm model's: it outlives jobs, waits idle for the next one of its type, and leaves when it is told to.
+    Column("resident", Boolean, nullable=False, server_default="0"),
+    Column("job_type", String(64)),
+    Column("model_id", String(255)),
+    Column("pinned", Boolean, nullable=False, server_default="0"),
+    Column("idle_since", UtcDateTime),
+    Column("evicted_at", UtcDateTime),
     *_json("metadata", "leases"),
     _one_of("mode", ("gpu", "cpu"), "leases"),
     _one_of("state", LEASE_STATES, "leases"),
     Index("idx_leases_agent", "agent_name"),
     Index("ix_leases_expiry", "state", "expires_at"),
     Index("ix_leases_worker", "worker_id"),
+    Index("ix_leases_node", "node_id", "state"),
     **TABLE_OPTIONS,
 )
 
@@ -201,6 +218,11 @@ nodes = Table(
     Column("node_id", String(128), primary_key=True),
     Column("hostname", String(255), nullable=False),
     Column("gpu_backend", String(64), nullable=False),
+    # What the host has, when it tells, and what leases took of it.
+    Column("cpu_milli", Integer),
+    Column("memory_mb", Integer),
+    Column("leased_cpu_milli", Integer, nullable=False, server_default="0"),
+    Column("leased_memory_mb", Integer, nullable=False, server_default="0"),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
     **TABLE_OPTIONS,
@@ -222,6 +244,15 @@ gpus = Table(
     Column("health", String(16), nullable=False, server_default="ok"),
     Column("health_reason", String(255)),
     Column("sampled_at", UtcDateTime, nullable=False, server_default=utc_now()),
+    Column("temperature_c", Integer),
+    # More memory was used than the gate allows, last at this time; NULL: the gate is open.
+    Column("gate_closed_at", UtcDateTime),
+    # Memory did not come back when its lease ended; an operator looks, and clears this.
+    Column("quarantined_at", UtcDateTime),
+    Column("quarantine_reason", String(255)),
+    # A job that waited too long: until then nobody else gets anything here.
+    Column("reserved_for", String(128)),
+    Column("reserved_until", UtcDateTime),
     # Backstop of the guarded UPDATE: no bug may drive the account below zero.
     CheckConstraint(text("leased_mb >= 0"), name="ck_gpus_leased_mb"),
     Index("ix_gpus_node", "node_id"),

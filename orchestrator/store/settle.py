@@ -13,7 +13,8 @@ from sqlalchemy import Connection, Row, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
-from orchestrator.store import audit, dead_letters, leases, ownership
+from orchestrator.leases import Remains
+from orchestrator.store import audit, dead_letters, leases, ownership, residency
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.schema import jobs, results
@@ -37,6 +38,16 @@ class Outcome(Enum):
     HANDED_BACK = "handed_back"
 
 
+class Left(NamedTuple):
+    """What an attempt left on its GPU, in which slot, and the model that stays there."""
+
+    remains: Remains = Remains.NOTHING
+    slot: str | None = None
+    type: str = ""
+    model_id: str | None = None
+    pinned: bool = False
+
+
 class End(NamedTuple):
     """How an attempt ended, as its worker saw it."""
 
@@ -49,8 +60,16 @@ class End(NamedTuple):
     error: str | None = None
     retry_after_s: float | None = None
     lease_key: str | None = None
+    left: Left = Left()
     #: The entry that brought the job; a dead letter names it.
     origin_id: str = ""
+
+
+class Release(NamedTuple):
+    """A warm model left its slot; no job was under way."""
+
+    lease_key: str
+    left: Left
 
 
 class Settled(NamedTuple):
@@ -72,7 +91,7 @@ def finish_all(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[Sett
     """Owned → done for all of them, or NotAllOwned: the guarded UPDATE is the check, no row is read before it."""
     if ends:
         events = _finish(conn, by, ends)
-        leases.free(conn, [end.lease_key for end in ends if end.lease_key])
+        end_leases(conn, [(end.lease_key, end.left) for end in ends if end.lease_key])
         audit.record(conn, events)
     return [Settled(end, job_rules.FINISH) for end in ends]
 
@@ -108,10 +127,21 @@ def record(
             settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
     events += _finish(conn, by, finished)
     if not keep_leases:
-        taken = [rows[item.end.job_id].lease_token for item in settled if item.arrow]
-        leases.free(conn, [token for token in taken if token])
+        # An attempt that lost its job has its lease all the same, and nobody else will end it.
+        taken = [(rows[s.end.job_id].lease_token if s.arrow else s.end.lease_key, s.end.left) for s in settled]
+        end_leases(conn, [(key, left) for key, left in taken if key])
     audit.record(conn, events)
     return settled
+
+
+def end_leases(conn: Connection, keys: Sequence[tuple[str, Left]]) -> None:
+    """What becomes of leases whose jobs are over: by what the worker saw left on their GPUs."""
+    leases.free(conn, [key for key, left in keys if left.remains is Remains.NOTHING])
+    for key, left in keys:
+        if left.remains is Remains.PROCESSES:
+            leases.let_go(conn, [key], "spent", slot=left.slot)
+        elif left.remains is Remains.MODEL and left.slot:
+            residency.keep(conn, key, left.slot, left.type, left.model_id, pinned=left.pinned)
 
 
 _ENDED_BY = {
@@ -170,11 +200,11 @@ def _end_otherwise(
     conn: Connection, by: Claimant, row: Row[Any], end: End, policy: RetryPolicy, events: list[audit.Event]
 ) -> Arrow:
     """Everything but success: rarer, and each with an error text of its own, so one statement a job."""
-    crashes = row.crashes + (end.error_kind is ErrorKind.WORKER_LOST)
+    crashes = row.crashes + (end.error_kind in job_rules.CRASHES)
     error = (end.error or "")[:MAX_ERROR]
     values: dict[str, Any] = {"last_error": error, "error_kind": end.error_kind, "crashes": crashes}
     if end.outcome is Outcome.HANDED_BACK:
-        arrow, values = job_rules.HAND_BACK, {"wait_reason": error[:255]}
+        arrow, values = job_rules.HAND_BACK, {"wait_reason": error[:255], "delay_s": end.retry_after_s or 0.0}
     elif end.outcome is Outcome.SKIPPED:
         arrow = job_rules.SKIP
     else:

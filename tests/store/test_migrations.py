@@ -54,7 +54,9 @@ def reflected(db: Database) -> dict:
     inspector = inspect(db.engine)
     return {
         table: {
-            "columns": [{**column, "type": repr(column["type"])} for column in inspector.get_columns(table)],
+            "columns": {
+                column["name"]: {**column, "type": repr(column["type"])} for column in inspector.get_columns(table)
+            },
             "key": inspector.get_pk_constraint(table),
             "indexes": sorted(inspector.get_indexes(table), key=lambda index: index["name"]),
             "checks": sorted(inspector.get_check_constraints(table), key=lambda check: check["name"]),
@@ -66,14 +68,13 @@ def reflected(db: Database) -> dict:
 
 
 def statements(db: Database) -> dict[str, list[str]]:
-    """SHOW CREATE TABLE, columns in order; keys and checks sorted, since their order says nothing."""
+    """SHOW CREATE TABLE, sorted: a column added later stands last, and nobody asks for columns by their place."""
 
     def read(conn):
         found = {}
         for table in metadata.tables:
             lines = conn.execute(text(f"SHOW CREATE TABLE {table}")).one()[1].replace(",\n", "\n").splitlines()
-            columns = [line for line in lines if line.startswith("  `")]
-            found[table] = columns + sorted(line for line in lines if line not in columns)
+            found[table] = sorted(lines)
         return found
 
     return db.read(read)

@@ -1,0 +1,253 @@
+"""The GPUs of all nodes: what samples say of them, what leases took of them, and whether they may be given out.
+
+`leased_mb` is the account: only `take` and `give` change it, both in the transaction that begins or ends the lease.
+Everything else about a GPU comes from its node's samples, but for the quarantine, which an operator ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, case, func, or_, select, update
+
+from orchestrator.errors import GpuNotFound
+from orchestrator.gpu import Gpu, Health
+from orchestrator.gpu.accounts import Holder, foreign_mb
+from orchestrator.placement import GpuView, HostView
+from orchestrator.settings import Settings
+from orchestrator.store import audit
+from orchestrator.store.dialect import upsert, utc_now, utc_shift
+from orchestrator.store.schema import gpus, lease_gpus, leases, nodes
+
+# ── what may be given out ───────────────────────────────────────────────────────────────────────────────────────
+
+_FRESH = gpus.c.sampled_at > utc_shift(-bindparam("stale_s"))
+_RESERVED = case((gpus.c.reserved_until > utc_now(), gpus.c.reserved_for), else_=None)
+
+_VIEWS = select(
+    gpus.c.gpu_uuid,
+    gpus.c.node_id,
+    gpus.c.gpu_index,
+    gpus.c.name,
+    gpus.c.usable_mb,
+    gpus.c.leased_mb,
+    gpus.c.foreign_mb,
+    gpus.c.health,
+    _FRESH.label("fresh"),
+    gpus.c.quarantined_at.is_not(None).label("quarantined"),
+    gpus.c.gate_closed_at.is_not(None).label("gated"),
+    _RESERVED.label("reserved_for"),
+).order_by(gpus.c.gpu_uuid)
+
+_TAKE = (
+    update(gpus)
+    .where(
+        gpus.c.gpu_uuid == bindparam("uuid"),
+        gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,
+        gpus.c.health == Health.OK,
+        _FRESH,
+        gpus.c.quarantined_at.is_(None),
+        gpus.c.gate_closed_at.is_(None),
+        or_(_RESERVED.is_(None), gpus.c.reserved_for == bindparam("key")),
+    )
+    .values(leased_mb=gpus.c.leased_mb + bindparam("need"), reserved_for=None, reserved_until=None)
+)
+_GIVE = (
+    update(gpus)
+    .where(gpus.c.gpu_uuid == bindparam("uuid"))
+    # Never below zero, whoever edited the account: a lease that cannot end would hold up all others.
+    .values(leased_mb=case((gpus.c.leased_mb < bindparam("amount"), 0), else_=gpus.c.leased_mb - bindparam("amount")))
+)
+
+
+def views(conn: Connection, stale_s: float, node_id: str | None = None) -> list[GpuView]:
+    statement = _VIEWS if node_id is None else _VIEWS.where(gpus.c.node_id == bindparam("node"))
+    rows = conn.execute(statement, {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s})
+    return [GpuView(**row._asdict()) for row in rows]
+
+
+def take(conn: Connection, uuid: str, need_mb: int, stale_s: float, key: str = "") -> bool:
+    """Take memory of one GPU if it is there to be taken. A reservation by `key` is used up by this."""
+    return conn.execute(_TAKE, {"uuid": uuid, "need": need_mb, "stale_s": stale_s, "key": key}).rowcount == 1
+
+
+def give(conn: Connection, amounts: Mapping[str, int]) -> None:
+    """Return memory. Sorted, as all who lock several rows here do."""
+    for uuid in sorted(amounts):
+        conn.execute(_GIVE, {"uuid": uuid, "amount": amounts[uuid]})
+
+
+def reserve(conn: Connection, uuids: Collection[str], key: str, seconds: float) -> bool:
+    """Keep these GPUs for one job, unless another has them; asked again before the time is over, it goes on."""
+    mine = or_(_RESERVED.is_(None), gpus.c.reserved_for == key)
+    kept = conn.execute(
+        update(gpus)
+        .where(gpus.c.gpu_uuid.in_(sorted(uuids)), mine)
+        .values(reserved_for=key, reserved_until=utc_shift(seconds))
+    )
+    return kept.rowcount == len(uuids)
+
+
+def reserved_for(conn: Connection, key: str) -> set[str]:
+    return set(conn.execute(select(gpus.c.gpu_uuid).where(_RESERVED == key)).scalars())
+
+
+def largest_usable_mb(conn: Connection) -> int:
+    """What the largest GPU of the cluster could lease when it is empty."""
+    return int(conn.execute(select(func.max(gpus.c.usable_mb))).scalar() or 0)
+
+
+# ── hosts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hosts(conn: Connection) -> list[HostView]:
+    """Processor time and memory that nodes have left; None for what a node does not tell."""
+    rows = conn.execute(
+        select(
+            nodes.c.node_id,
+            (nodes.c.cpu_milli - nodes.c.leased_cpu_milli).label("cpu_milli_free"),
+            (nodes.c.memory_mb - nodes.c.leased_memory_mb).label("memory_mb_free"),
+        )
+    )
+    return [HostView(**row._asdict()) for row in rows]
+
+
+def take_host(conn: Connection, node_id: str, cpu_milli: int, memory_mb: int) -> bool:
+    taken = conn.execute(
+        update(nodes)
+        .where(
+            nodes.c.node_id == node_id,
+            or_(nodes.c.cpu_milli.is_(None), nodes.c.leased_cpu_milli + cpu_milli <= nodes.c.cpu_milli),
+            or_(nodes.c.memory_mb.is_(None), nodes.c.leased_memory_mb + memory_mb <= nodes.c.memory_mb),
+        )
+        .values(
+            leased_cpu_milli=nodes.c.leased_cpu_milli + cpu_milli,
+            leased_memory_mb=nodes.c.leased_memory_mb + memory_mb,
+        )
+    )
+    return taken.rowcount == 1
+
+
+def give_host(conn: Connection, node_id: str, cpu_milli: int, memory_mb: int) -> None:
+    cpu, memory = nodes.c.leased_cpu_milli, nodes.c.leased_memory_mb
+    conn.execute(
+        update(nodes)
+        .where(nodes.c.node_id == node_id)
+        .values(
+            leased_cpu_milli=case((cpu < cpu_milli, 0), else_=cpu - cpu_milli),
+            leased_memory_mb=case((memory < memory_mb, 0), else_=memory - memory_mb),
+        )
+    )
+
+
+# ── samples ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How full a GPU may become, and how long it stays closed when it became fuller."""
+
+    pct: int
+    hysteresis_pct: int = 5
+    hold_s: float = 5.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Gate:
+        return cls(settings.gpu_mem_gate_pct, settings.gpu_gate_hysteresis_pct, settings.gpu_gate_hold_s)
+
+
+def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate) -> None:
+    """Store a node's fresh sample, as one statement. `usable_mb` is what leases and foreign memory may fill together.
+
+    A GPU that gives no answer keeps the numbers of its last sample; its health says that they are no news.
+    """
+    if not sample:
+        return
+    before = _foreign_before(conn, [gpu.uuid for gpu in sample])
+    held = holders(conn, node_id)
+    rows = [
+        {
+            "gpu_uuid": gpu.uuid,
+            "node_id": node_id,
+            "gpu_index": gpu.index,
+            "name": gpu.name,
+            "total_mb": gpu.total_mb,
+            "usable_mb": gpu.total_mb * gate.pct // 100,
+            "used_mb": gpu.used_mb,
+            "foreign_mb": foreign_mb(gpu, held.get(gpu.uuid, []), before.get(gpu.uuid, 0)),
+            "utilization": gpu.utilization,
+            "temperature_c": gpu.temperature_c,
+            "health": gpu.health,
+            "health_reason": gpu.health_reason,
+            "sampled_at": utc_now(),
+            "gate_closed_at": utc_now() if _over(gpu, gate.pct) else None,
+        }
+        for gpu in sorted(sample, key=lambda gpu: gpu.uuid)
+    ]
+    upsert(conn, gpus, rows, lambda new: {"gate_closed_at": _gate_closed_at(new, gate)})
+
+
+def _over(gpu: Gpu, pct: int) -> bool:
+    return gpu.used_mb * 100 > gpu.total_mb * pct
+
+
+def _gate_closed_at(new: Any, gate: Gate) -> Any:
+    """Closed again, still closed (too full to open, or not for long enough), or open."""
+    low = max(gate.pct - gate.hysteresis_pct, 0)
+    stays = or_(new.used_mb * 100 > new.total_mb * low, gpus.c.gate_closed_at > utc_shift(-gate.hold_s))
+    return case((new.gate_closed_at.is_not(None), new.gate_closed_at), (stays, gpus.c.gate_closed_at), else_=None)
+
+
+def _foreign_before(conn: Connection, uuids: Sequence[str]) -> dict[str, int]:
+    rows = conn.execute(select(gpus.c.gpu_uuid, gpus.c.foreign_mb).where(gpus.c.gpu_uuid.in_(uuids)))
+    return {row.gpu_uuid: row.foreign_mb for row in rows}
+
+
+def holders(conn: Connection, node_id: str) -> dict[str, list[Holder]]:
+    """Who holds a lease on each GPU of this node."""
+    shares = leases.join(lease_gpus, lease_gpus.c.token == leases.c.token)
+    rows = conn.execute(
+        select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb, leases.c.worker_id, leases.c.slot, leases.c.pid)
+        .select_from(shares)
+        .where(leases.c.node_id == node_id, leases.c.state == "active")
+    )
+    found: dict[str, list[Holder]] = {}
+    for row in rows:
+        found.setdefault(row.gpu_uuid, []).append(Holder(row.memory_mb, row.worker_id, row.slot, row.pid))
+    return found
+
+
+def list_gpus(conn: Connection, stale_s: float) -> list[dict[str, Any]]:
+    fresh = (gpus.c.sampled_at > utc_shift(-stale_s)).label("fresh")
+    rows = conn.execute(select(gpus, fresh).order_by(gpus.c.node_id, gpus.c.gpu_index))
+    return [row._asdict() | {"fresh": bool(row.fresh)} for row in rows]
+
+
+# ── quarantine ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def quarantine(conn: Connection, uuids: Collection[str], reason: str) -> None:
+    """Give nothing more of these GPUs until an operator clears them."""
+    closed = conn.execute(
+        update(gpus)
+        .where(gpus.c.gpu_uuid.in_(sorted(uuids)), gpus.c.quarantined_at.is_(None))
+        .values(quarantined_at=utc_now(), quarantine_reason=reason[:255])
+    )
+    if closed.rowcount:
+        audit.record(conn, [audit.Event("gpu.quarantined", details={"gpus": sorted(uuids), "reason": reason})])
+
+
+def clear(conn: Connection, uuid: str, actor: str | None = None) -> bool:
+    """End a quarantine; False when there was none. Raises GpuNotFound."""
+    cleared = conn.execute(
+        update(gpus)
+        .where(gpus.c.gpu_uuid == uuid, gpus.c.quarantined_at.is_not(None))
+        .values(quarantined_at=None, quarantine_reason=None)
+    )
+    if cleared.rowcount:
+        audit.record(conn, [audit.Event("gpu.cleared", actor=actor, details={"gpus": [uuid]})])
+    elif conn.execute(select(gpus.c.gpu_uuid).where(gpus.c.gpu_uuid == uuid)).scalar() is None:
+        raise GpuNotFound(uuid)
+    return bool(cleared.rowcount)

@@ -1,0 +1,162 @@
+"""Answering requests for GPU memory: propose on a snapshot, take by guarded UPDATE, insert the lease in the same transaction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from sqlalchemy import Connection, select
+from sqlalchemy.exc import IntegrityError
+
+from orchestrator.leases import (
+    RETRY_AFTER_S,
+    Denied,
+    GpuShare,
+    Granted,
+    LeaseRequest,
+    Terms,
+    lease_name,
+    new_token,
+)
+from orchestrator.placement import Ask, Cluster, Placed, Reason, Refused
+from orchestrator.store import audit, gpus, leases, residency
+from orchestrator.store.database import Database
+from orchestrator.store.dialect import utc_now
+
+#: Times a batch is placed anew when another process took the memory between the look and the UPDATE.
+MAX_ROUNDS = 4
+#: Seconds until those for whom warm models leave should ask again.
+ROOM_IS_MADE_S = 0.25
+
+_NOW = select(utc_now())
+
+
+def grant(
+    conn: Connection, requests: Sequence[LeaseRequest], terms: Terms, node_id: str | None = None
+) -> list[Granted | Denied]:
+    """Answer each request, in order. `node_id` limits all of them to the GPUs of one node."""
+    placed = _place_all(conn, requests, terms, node_id)
+    now: datetime = conn.execute(_NOW).scalar_one()
+    answers: list[Granted | Denied] = []
+    for request, answer in zip(requests, placed, strict=True):
+        expires = now + timedelta(seconds=request.ttl_s)
+        if isinstance(answer, Placed):
+            shares = tuple(GpuShare(gpu.gpu_uuid, gpu.gpu_index) for gpu in answer.gpus)
+            answers.append(Granted(request, "gpu", answer.gpus[0].node_id, shares, expires))
+        elif request.cpu_fallback:
+            answers.append(Granted(request, "cpu", node_id, (), expires))
+        else:
+            answers.append(answer)
+    leases.insert(conn, [answer for answer in answers if isinstance(answer, Granted)])
+    return answers
+
+
+def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
+    """Answer requests from outside in one transaction of their own, with their audit rows."""
+    try:
+        return db.write(lambda conn: _grant_and_record(conn, requests, terms))
+    except IntegrityError:
+        # Tokens are random: the only way to meet one's own is a commit whose answer was lost. Undo it, begin anew.
+        db.write(lambda conn: leases.free(conn, [request.key for request in requests]))
+        anew = [replace(request, token=new_token()) for request in requests]
+        return db.write(lambda conn: _grant_and_record(conn, anew, terms))
+
+
+def _grant_and_record(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
+    answers = grant(conn, requests, terms)
+    audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
+    return answers
+
+
+def _granted_event(lease: Granted) -> audit.Event:
+    details = {
+        "lease": lease_name(lease.key),
+        "mode": lease.mode,
+        "memory_mb": lease.request.memory_mb,
+        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
+    }
+    return audit.Event("lease.granted", actor=lease.request.agent, details=details)
+
+
+def _place_all(
+    conn: Connection, requests: Sequence[LeaseRequest], terms: Terms, node_id: str | None
+) -> list[Placed | Denied]:
+    """Propose on a snapshot, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile."""
+    asks = _asks(conn, requests, terms)
+    answers: dict[int, Placed | Denied] = {}
+    waiting = list(range(len(asks)))
+    for _ in range(MAX_ROUNDS):
+        cluster = snapshot(conn, terms, node_id, hosts=any(ask.cpu_milli or ask.host_memory_mb for ask in asks))
+        proposals: dict[int, Placed] = {}
+        for i in waiting:
+            choice = cluster.place(asks[i], terms.policy, terms.recent.mix())
+            if isinstance(choice, Refused):  # refusals are final for this batch
+                answers[i] = _denied(conn, cluster, asks[i], choice, terms)
+            else:
+                cluster.take(asks[i], choice)
+                proposals[i] = choice
+        waiting = _take(conn, asks, proposals, terms.stale_s)
+        answers |= {i: placed for i, placed in proposals.items() if i not in waiting}
+        if not waiting:
+            break
+    contended = Denied("other requests took the memory first", Reason.CONTENDED, RETRY_AFTER_S[Reason.CONTENDED])
+    return [answers.get(i, contended) for i in range(len(asks))]
+
+
+def snapshot(conn: Connection, terms: Terms, node_id: str | None = None, *, hosts: bool = False) -> Cluster:
+    return Cluster(gpus.views(conn, terms.stale_s, node_id), gpus.hosts(conn) if hosts else ())
+
+
+def _asks(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> list[Ask]:
+    models = {request.model_id for request in requests if request.model_id and request.node_id is None}
+    warm = residency.warm_nodes(conn, models) if models else {}
+    asks = [request.ask(warm.get(request.model_id or "", frozenset())) for request in requests]
+    for ask in asks:
+        terms.recent.add(ask)
+    return asks
+
+
+def _denied(conn: Connection, cluster: Cluster, ask: Ask, refused: Refused, terms: Terms) -> Denied:
+    """The answer to a request without room; idle warm models that stand in its way are asked to leave."""
+    leaving = residency.make_room(conn, cluster, ask, terms) if refused.code is Reason.NO_MEMORY else 0
+    if leaving:
+        reason = f"{refused.reason}; {leaving} idle warm models make room"
+        return Denied(reason, refused.code, ROOM_IS_MADE_S, refused.gpus, evicting=True)
+    return Denied(refused.reason, refused.code, RETRY_AFTER_S.get(refused.code, 1.0), refused.gpus)
+
+
+def _take(conn: Connection, asks: Sequence[Ask], proposals: Mapping[int, Placed], stale_s: float) -> list[int]:
+    """One guarded UPDATE per host and GPU for all its proposals; returns those that did not get all they need."""
+    lost = _take_hosts(conn, asks, proposals)
+    need: Counter[str] = Counter()
+    keys: dict[str, str] = {}
+    for i, placed in proposals.items():
+        for gpu in placed.gpus if i not in lost else ():
+            need[gpu.gpu_uuid] += asks[i].memory_mb
+            keys[gpu.gpu_uuid] = gpu.reserved_for or ""  # placement gives a reserved GPU to nobody else
+    # Sorted: two batches take the rows in the same order and cannot deadlock.
+    refused = {uuid for uuid in sorted(need) if not gpus.take(conn, uuid, need[uuid], stale_s, keys[uuid])}
+    short = [i for i, placed in proposals.items() if any(gpu.gpu_uuid in refused for gpu in placed.gpus)]
+    undo: Counter[str] = Counter()
+    for i in short:
+        for gpu in proposals[i].gpus:
+            if gpu.gpu_uuid not in refused and i not in lost:
+                undo[gpu.gpu_uuid] += asks[i].memory_mb
+    gpus.give(conn, undo)
+    for i in set(short) - lost:
+        if asks[i].cpu_milli or asks[i].host_memory_mb:
+            gpus.give_host(conn, proposals[i].gpus[0].node_id, asks[i].cpu_milli, asks[i].host_memory_mb)
+    return sorted(lost.union(short))
+
+
+def _take_hosts(conn: Connection, asks: Sequence[Ask], proposals: Mapping[int, Placed]) -> set[int]:
+    """Host memory and processors before GPUs, as heartbeats lock them; the proposals that did not get theirs."""
+    wanting = [i for i in proposals if asks[i].cpu_milli or asks[i].host_memory_mb]
+    by_node = sorted(wanting, key=lambda i: proposals[i].gpus[0].node_id)
+    return {
+        i
+        for i in by_node
+        if not gpus.take_host(conn, proposals[i].gpus[0].node_id, asks[i].cpu_milli, asks[i].host_memory_mb)
+    }

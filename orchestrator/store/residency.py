@@ -1,0 +1,117 @@
+"""Warm models: leases that outlive their jobs, wait for the next one of their type, and leave when others need the room.
+
+A job ends and leaves its model in memory → its lease becomes resident (`keep`). The next job of that type on that slot
+runs under it (`occupy`). A request that finds no room asks idle ones to leave, the least recently used first
+(`make_room`); their worker hears of it at its next heartbeat (`evicted`), ends the slot, and the lease ends like any
+other. The guard of `occupy` and the one of `make_room` exclude each other: one sees `job_id`, the other `evicted_at`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sqlalchemy import Connection, select, update
+
+from orchestrator.leases import ResidentSlot, Terms
+from orchestrator.placement import Ask, Cluster, Resident, evictions
+from orchestrator.store.dialect import seconds_since, utc_now
+from orchestrator.store.schema import lease_gpus, leases
+
+_IDLE = (
+    leases.c.state == "active",
+    leases.c.resident,
+    leases.c.job_id.is_(None),
+    leases.c.evicted_at.is_(None),
+    leases.c.ending_as.is_(None),
+)
+
+
+def keep(conn: Connection, key: str, slot: str, type: str, model_id: str | None, *, pinned: bool) -> bool:
+    """The job is over, its model stays. False when the lease ended meanwhile."""
+    kept = conn.execute(
+        update(leases)
+        .where(leases.c.token == key, leases.c.state == "active", leases.c.ending_as.is_(None))
+        .values(
+            resident=True,
+            job_id=None,
+            slot=slot,
+            job_type=type,
+            model_id=model_id,
+            pinned=pinned,
+            idle_since=utc_now(),
+        )
+    )
+    return kept.rowcount == 1
+
+
+def occupy(conn: Connection, slot: ResidentSlot, job_id: str, worker_id: str) -> bool:
+    """Run a job under a warm model's lease, unless it ended or was asked to leave."""
+    taken = conn.execute(
+        update(leases)
+        .where(leases.c.token == slot.key, leases.c.worker_id == worker_id, leases.c.expires_at > utc_now(), *_IDLE)
+        .values(job_id=job_id, idle_since=None)
+    )
+    return taken.rowcount == 1
+
+
+def warm_nodes(conn: Connection, models: Collection[str]) -> dict[str, frozenset[str]]:
+    """By model, the nodes that have it in memory."""
+    rows = conn.execute(
+        select(leases.c.model_id, leases.c.node_id)
+        .where(leases.c.state == "active", leases.c.resident, leases.c.model_id.in_(models))
+        .distinct()
+    ).all()
+    return {model: frozenset(row.node_id for row in rows if row.model_id == model) for model in models}
+
+
+def make_room(conn: Connection, cluster: Cluster, ask: Ask, terms: Terms) -> int:
+    """Ask as many idle warm models to leave as this request needs; how many were asked."""
+    chosen = evictions(cluster, ask, _idle(conn, ask.node_id), terms.resident_min_s)
+    if not chosen:
+        return 0
+    # Whoever holds a row is about to use or to end it. Not waiting for them is what keeps this free of deadlocks:
+    # all others lock leases before GPUs, and here GPUs may be locked already.
+    keys = [resident.key for resident in chosen]
+    free = conn.execute(
+        select(leases.c.token).where(leases.c.token.in_(keys), *_IDLE).with_for_update(skip_locked=True)
+    ).scalars()
+    asked = conn.execute(update(leases).where(leases.c.token.in_(list(free)), *_IDLE).values(evicted_at=utc_now()))
+    return asked.rowcount
+
+
+def _idle(conn: Connection, node_id: str | None) -> list[Resident]:
+    query = (
+        select(
+            leases.c.token,
+            leases.c.memory_mb,
+            leases.c.pinned,
+            seconds_since(leases.c.idle_since).label("idle_s"),
+            seconds_since(leases.c.created_at).label("resident_s"),
+            lease_gpus.c.gpu_uuid,
+        )
+        .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
+        .where(*_IDLE)
+    )
+    rows = conn.execute(query.where(leases.c.node_id == node_id) if node_id else query).all()
+    uuids: dict[str, list[str]] = {}
+    for row in rows:
+        uuids.setdefault(row.token, []).append(row.gpu_uuid)
+    first = {row.token: row for row in reversed(rows)}
+    return [
+        Resident(token, tuple(sorted(uuids[token])), row.memory_mb, float(row.idle_s), float(row.resident_s), row.pinned)
+        for token, row in first.items()
+    ]
+
+
+def evicted(conn: Connection, worker_id: str, node_id: str) -> list[str]:
+    """This worker's warm models that were asked to leave and have not yet."""
+    rows = conn.execute(
+        select(leases.c.token).where(
+            leases.c.node_id == node_id,
+            leases.c.state == "active",
+            leases.c.worker_id == worker_id,
+            leases.c.evicted_at.is_not(None),
+            leases.c.ending_as.is_(None),
+        )
+    )
+    return list(rows.scalars())

@@ -1,0 +1,152 @@
+"""Looks at the GPU itself before a leased job starts and after it ended: what the database knows is a second old.
+
+Before: memory that a stranger took meanwhile is not there, whatever the lease says. After: a slot that still holds
+memory keeps it as a warm model, or is ended, and its lease lasts until the memory is seen to be free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import GpuUnavailable
+from orchestrator.gpu import Gpu, GpuProcess
+from orchestrator.gpu.processes import describe
+from orchestrator.gpu.watch import Watch
+from orchestrator.leases import GpuShare, Remains, ResidentSlot
+from orchestrator.store.batcher import Batcher
+from orchestrator.store.claim import Claim
+from orchestrator.store.settle import End, Left, Release
+from worker.slots import SlotPool
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A leased job that ended, or a warm model that left: in which slot, and whether its handler keeps a model."""
+
+    slot: str
+    key: str
+    gpus: tuple[GpuShare, ...]
+    claim: Claim | None = None
+    end: End | None = None
+    keeps: bool = False
+    pinned: bool = False
+
+
+class Custody:
+    def __init__(self, watch: Watch, slots: SlotPool, note: Callable[[End | Release], None]) -> None:
+        self._watch = watch
+        self._slots = slots
+        self._note = note
+        self._departures: Batcher[Departure, None] = Batcher("custody", self._look_after)
+
+    def after(self, departure: Departure) -> None:
+        """Find out what was left, and only then write the end down."""
+        self._departures.post(departure)
+
+    def close(self, timeout_s: float) -> None:
+        self._departures.close(timeout_s)
+
+    # ── before ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def no_room(self, claims: Sequence[Claim]) -> dict[str, str]:
+        """Of claims with a fresh lease, those whose memory is not really there, and why."""
+        fresh = [claim for claim in claims if claim.lease and claim.lease.gpus and not claim.lease.resident]
+        if not fresh:
+            return {}
+        uuids = sorted({gpu.gpu_uuid for claim in fresh for gpu in _gpus(claim)})
+        try:
+            free = dict(self._watch.free_mb(uuids))
+        except GpuUnavailable as unknown:
+            return {claim.job_id: str(unknown) for claim in fresh}
+        refused: dict[str, str] = {}
+        for claim in fresh:
+            need = claim.lease.request.memory_mb if claim.lease else 0
+            short = [gpu for gpu in _gpus(claim) if free[gpu.gpu_uuid] < need]
+            if short:
+                seen = ", ".join(f"GPU {gpu.gpu_index} has {free[gpu.gpu_uuid]} MB free" for gpu in short)
+                refused[claim.job_id] = f"needs {need} MB, but {seen}: others took it just now"
+            else:
+                for gpu in _gpus(claim):
+                    free[gpu.gpu_uuid] -= need
+        return refused
+
+    # ── after ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look_after(self, departures: list[Departure]) -> list[None]:
+        uuids = sorted({gpu.gpu_uuid for departure in departures for gpu in departure.gpus})
+        try:
+            held: Mapping[str, tuple[GpuProcess, ...] | None] = self._watch.holders(uuids)
+        except GpuUnavailable as unknown:
+            log.warning("what is left on the GPU is unknown", extra={"error": str(unknown)})
+            held = dict.fromkeys(uuids)
+        for departure in departures:
+            self._let_go(departure, [held.get(gpu.gpu_uuid) for gpu in departure.gpus])
+        return [None] * len(departures)
+
+    def _let_go(self, departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | None]) -> None:
+        remains = _remains(departure, holders)
+        claim = departure.claim
+        if remains is Remains.MODEL and claim is not None:
+            model = ResidentSlot(departure.key, claim.type, claim.model_id, _memory_mb(claim), departure.gpus)
+            if not self._slots.settle_in(departure.slot, model):
+                remains = Remains.PROCESSES  # it died meanwhile
+        elif remains is Remains.NOTHING:
+            self._slots.reuse(departure.slot)
+        else:
+            self._slots.retire(departure.slot)
+        left = Left(remains, departure.slot, claim.type if claim else "", claim.model_id if claim else None)
+        left = left._replace(pinned=departure.pinned)
+        if departure.end is None:
+            self._note(Release(departure.key, left))
+        else:
+            self._note(departure.end._replace(lease_key=departure.key, left=left))
+
+    def end_orphans(self, orphans: Iterable[GpuProcess], sample: Sequence[Gpu], worker_id: str) -> None:
+        """Kill processes on our GPUs whose slot, ours or a dead worker's, is gone."""
+        running = self._slots.marks()
+        mine = {p for gpu in sample for p in gpu.processes or () if p.worker_id == worker_id and p.mark not in running}
+        for process in sorted({*orphans, *mine}, key=lambda process: process.pid):
+            if _kill(process):
+                log.warning("ended a process that outlived its job", extra={"pid": process.pid, "slot": process.mark})
+
+
+def _remains(departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | None]) -> Remains:
+    """Unknown is not nothing."""
+    unknown = any(processes is None for processes in holders)
+    holds = any(process.mark == departure.slot for processes in holders for process in processes or ())
+    if not (holds or unknown):
+        return Remains.NOTHING
+    return Remains.MODEL if departure.keeps else Remains.PROCESSES
+
+
+def _gpus(claim: Claim) -> tuple[GpuShare, ...]:
+    return claim.lease.gpus if claim.lease else ()
+
+
+def _memory_mb(claim: Claim) -> int:
+    return claim.lease.request.memory_mb if claim.lease else 0
+
+
+def _kill(process: GpuProcess) -> bool:
+    """Kill it if it still is the process that was seen: its number may have been given to another."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return False
+    try:
+        if describe(process.pid, None).mark != process.mark:
+            return False
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
