@@ -19,7 +19,8 @@ OrchestratorError
 ├── WorkerLost             worker_lost           the leader gave this worker's jobs away
 └── Unavailable            unavailable           a server does not answer; nothing is known to be lost
     ├── DatabaseUnavailable  database_unavailable
-    └── RedisUnavailable     redis_unavailable
+    ├── RedisUnavailable     redis_unavailable
+    └── GpuUnavailable       gpu_unavailable       a GPU or its driver cannot be asked; nothing may start there
 
 `code` is part of the HTTP contract: it never changes meaning.
 """
@@ -166,3 +167,9 @@ class RedisUnavailable(Unavailable):
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
         self.answered = answered
+
+
+class GpuUnavailable(Unavailable):
+    """Not an answer about memory: whoever gets it must not start anything on that GPU."""
+
+    code = "gpu_unavailable"

@@ -122,12 +122,10 @@ def _prefix(text: str) -> str:
 
 
 def _gpu_backend(text: str) -> str:
-    if text == "nvml":
-        raise ValueError("this version has no NVML support yet; use auto, none or sim:2x24576")
     group = r"[1-9][0-9]{0,2}x[1-9][0-9]{0,6}"
-    if text in {"auto", "none"} or re.fullmatch(rf"sim:{group}(,{group})*", text):
+    if text in {"auto", "nvml", "none"} or re.fullmatch(rf"sim:{group}(,{group})*", text):
         return text
-    raise ValueError("must be auto, none or sim:NxMB[,NxMB], for example sim:2x24576")
+    raise ValueError("must be auto, nvml, none or sim:NxMB[,NxMB], for example sim:2x24576")
 
 
 def _path(value: object) -> object:
@@ -217,7 +215,9 @@ class Settings(BaseModel):
     worker_pool: Name | None = _is(None, "pool whose lane the worker serves; absent: the default lane")
     node_id: Name | None = _is(None, "name of this machine among the nodes; absent: its host name")
     worker_handlers: Modules = _is((), "modules that hold handlers; comma separated in the environment")
-    gpu_backend: GpuBackend = _is("auto", "auto, none, or simulated GPUs as sim:NxMB[,NxMB]")
+    gpu_backend: GpuBackend = _is(
+        "auto", "auto (nvml if it is installed), nvml, none, or simulated GPUs as sim:NxMB[,NxMB]"
+    )
     gpu_mem_gate_pct: UpTo100 = _is(90, "share of a GPU's memory that leases may use, in percent")
     gpu_sample_s: Seconds = _is(1.0, "how often GPUs are measured")
     gpu_stale_s: Seconds = _is(5.0, "a GPU not measured for this long grants no lease")

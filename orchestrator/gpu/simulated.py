@@ -14,6 +14,7 @@ from pathlib import Path
 
 from orchestrator.gpu import Gpu
 from orchestrator.gpu.processes import describe
+from orchestrator.gpu.sampling import Sampling
 
 #: Tells the processes of one node where the simulated memory is kept.
 ROOT_VARIABLE = "GPUORCH_SIMULATED_GPUS"
@@ -21,7 +22,7 @@ ROOT_VARIABLE = "GPUORCH_SIMULATED_GPUS"
 _GROUP = re.compile(r"(\d+)x(\d+)")
 
 
-class SimulatedGpus:
+class SimulatedGpus(Sampling):
     """Backend `sim:2x24576`: two GPUs of 24,576 MB; groups are separated by commas."""
 
     def __init__(self, spec: str, node_id: str, root: Path) -> None:
@@ -33,6 +34,9 @@ class SimulatedGpus:
     def environment(self) -> dict[str, str]:
         """What a process needs to allocate here."""
         return {ROOT_VARIABLE: str(self._root.resolve())}
+
+    def about(self) -> str:
+        return "SIMULATED"
 
     def sample(self) -> list[Gpu]:
         return [self._sample(index, uuid, total) for index, (uuid, total) in enumerate(self._gpus)]

@@ -22,7 +22,7 @@ DOORS = {
     "redis": ("orchestrator/stream/",),
     "fastapi": ("orchestrator/api/",),
     "starlette": ("orchestrator/api/",),
-    "pynvml": ("orchestrator/gpu/",),
+    "pynvml": ("orchestrator/gpu/nvml.py",),
     "prometheus_client": ("orchestrator/telemetry/", "orchestrator/api/"),
     "worker": ("worker/", "orchestrator/cli/"),
 }

@@ -333,7 +333,6 @@ def test_messages_read_like_sentences():
     [
         ("host", "0.0.0.0", "no authentication yet"),  # noqa: S104 - that it is refused is the point
         ("host", "10.1.2.3", "loopback"),
-        ("gpu_backend", "nvml", "no NVML support yet"),
         ("redis_url", "redis+sentinel://a,b/x", "does not support redis+sentinel:// yet"),
         ("redis_url", "redis+cluster://a", "does not support redis+cluster:// yet"),
     ],
@@ -371,6 +370,7 @@ def test_what_comes_later_says_so(key, text, message):
         ("worker_handlers", "", ()),
         ("gpu_backend", "sim:2x24576,1x81920", "sim:2x24576,1x81920"),
         ("gpu_backend", "none", "none"),
+        ("gpu_backend", "nvml", "nvml"),
     ],
 )
 def test_accepted_and_normalised(key, text, value):
