@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from orchestrator.identity import instance_id
 from orchestrator.jobs import NewJob, RetryPolicy
 from orchestrator.leader.loop import LeaderLoop
-from orchestrator.leases import Denied, Granted, LeaseRequest
+from orchestrator.leases import Denied, Granted, LeaseRequest, Terms
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import leases
+from orchestrator.store import grants
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.database import Database
 from orchestrator.store.submit import Verdict, submit_jobs
@@ -36,6 +36,7 @@ class Orchestrator:
         self.db = Database(settings)
         self.hub = Hub(settings)
         self._policy = RetryPolicy.of(settings)
+        self._terms = Terms.of(settings)
         self.publisher = Publisher(self.db, self.hub, settings)
         self.leader = LeaderLoop(self.db, self.hub, self.publisher, settings, self.holder)
         self._submits: Batcher[Submission, list[Verdict]] = Batcher(
@@ -76,8 +77,8 @@ class Orchestrator:
         return [[next(answers) for _ in submission.jobs] for submission in submissions]
 
     def _grant(self, requests: list[LeaseRequest]) -> list[Granted | Denied]:
-        answers = leases.grant_to_clients(self.db, requests, self.settings.gpu_stale_s)
+        answers = grants.grant_to_clients(self.db, requests, self._terms)
         for answer in answers:
             decision = "granted" if isinstance(answer, Granted) else "denied"
-            metrics.lease_decided(decision, answer.mode if isinstance(answer, Granted) else "no_room")
+            metrics.lease_decided(decision, answer.mode if isinstance(answer, Granted) else answer.code)
         return answers

@@ -8,7 +8,8 @@ OrchestratorError
 ├── NotFound               not_found
 │   ├── JobNotFound        job_not_found
 │   ├── ResultNotFound     result_not_found
-│   └── LeaseNotFound      lease_not_found
+│   ├── LeaseNotFound      lease_not_found
+│   └── GpuNotFound        gpu_not_found
 ├── JobConflict            job_conflict          same job_id, other content
 ├── JobEnded               job_ended             too late to cancel it
 ├── NotRedrivable          not_redrivable        only a job that ended badly can be started over
@@ -120,7 +121,7 @@ class LeaseEnded(OrchestratorError):
         super().__init__(f"this lease is {state}{why}; stop using its GPU and request a new one")
 
 
-class GpuNotFound(OrchestratorError):
+class GpuNotFound(NotFound):
     code = "gpu_not_found"
 
     def __init__(self, uuid: str) -> None:

@@ -29,13 +29,21 @@ def token_hash(token: str) -> str:
 JOB_LEASE = "job:"
 
 
+#: Begins the key of a warm model's lease. Not the job's: the same id, purged and submitted again, gets that one again.
+MODEL_LEASE = "model:"
+
+
+def model_lease_key(slot: str) -> str:
+    return f"{MODEL_LEASE}{slot}:{secrets.token_hex(4)}"
+
+
 def job_lease_key(job_id: str, attempt: int) -> str:
     return f"{JOB_LEASE}{job_id}:{attempt}"
 
 
 def lease_name(key: str) -> str:
     """What people may see of a lease: enough to tell leases apart, never enough to use one."""
-    return key if key.startswith(JOB_LEASE) else key[:12]
+    return key if key.startswith((JOB_LEASE, MODEL_LEASE)) else key[:12]
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,4 @@ class Terms:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        return cls(
-            settings.gpu_stale_s, Policy(settings.placement), settings.resident_min_s, settings.gpu_starvation_s
-        )
+        return cls(settings.gpu_stale_s, Policy(settings.placement), settings.resident_min_s, settings.gpu_starvation_s)

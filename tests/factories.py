@@ -1,7 +1,7 @@
 """Jobs, workers and GPUs for tests: what a scenario needs, in one line each."""
 
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -11,10 +11,14 @@ from sqlalchemy import event, insert, select, update
 
 from orchestrator.gpu import Gpu, GpuProcess
 from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
-from orchestrator.store import audit, nodes, schema
+from orchestrator.leases import ResidentSlot, Terms
+from orchestrator.placement import Policy
+from orchestrator.store import audit, inventory, nodes, schema
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.gpus import Gate
+from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
 from orchestrator.store.submit import Verdict, submit_jobs
@@ -51,6 +55,7 @@ class Hand:
     db: Database
     worker: nodes.Worker
     gpus: list[Gpu] = field(default_factory=list)
+    terms: Terms = Terms(STALE_S, Policy.BEST_FIT)
 
     @property
     def worker_id(self) -> str:
@@ -58,17 +63,35 @@ class Hand:
 
     @property
     def by(self) -> Claimant:
-        return Claimant(self.worker_id, self.worker.node_id, self.worker.pool_id, 60.0, STALE_S)
+        return Claimant(self.worker_id, self.worker.node_id, self.worker.pool_id, 60.0, self.terms)
 
-    def beat(self, **fields: Any) -> None:
+    def beat(self, *, running: Collection[str] = (), patience_s: float = 10.0, **fields: Any) -> Findings:
+        """A heartbeat and a sample; `running` are the slots that live."""
         beat = nodes.Beat(**({"busy": 0, "done": 0, "failed": 0, "draining": False} | fields))
-        self.db.write(lambda conn: nodes.heartbeat(conn, self.worker, beat, self.gpus, GATE_PCT))
+
+        def work(conn: Any) -> Findings:
+            nodes.heartbeat(conn, self.worker, beat)
+            return inventory.take_stock(conn, self.worker, self.gpus, Gate(GATE_PCT), running, patience_s)
+
+        return self.db.write(work)
+
+    def sees(self, *gpus: Gpu, **fields: Any) -> Findings:
+        """The GPUs look like that from now on, and the database hears of it."""
+        self.gpus = list(gpus)
+        return self.beat(**fields)
 
     def offer(
-        self, *job_ids: str, memory_mb: int | None = 0, held: Collection[str] = ()
+        self,
+        *job_ids: str,
+        memory_mb: int | None = 0,
+        held: Collection[str] = (),
+        warm: Sequence[ResidentSlot] = (),
+        blank: int | None = None,
     ) -> dict[str, Claim | NotClaimed]:
         """Try to claim; `memory_mb` is the handler's need, None for a worker without a handler."""
-        return self.db.write(lambda conn: claim_jobs(conn, self.by, job_ids, lambda _type: memory_mb, held))
+        return self.db.write(
+            lambda conn: claim_jobs(conn, self.by, job_ids, lambda _type: memory_mb, held, warm, blank)
+        )
 
     def claim(self, *job_ids: str, memory_mb: int = 0) -> list[Any]:
         answers = self.offer(*job_ids, memory_mb=memory_mb)
@@ -109,7 +132,7 @@ def hire(db: Database, *gpus: Gpu, pool: str = "default", node: str = "node-1", 
     """Register a worker and let it send its first heartbeat."""
     worker_id = f"{node}:1:{secrets.token_hex(4)}"
     worker = nodes.Worker(worker_id, node, pool, node, 1, slots, ("echo",))
-    db.write(lambda conn: nodes.register(conn, worker, "sim"))
+    db.write(lambda conn: nodes.register(conn, worker, nodes.Host("sim")))
     hand = Hand(db, worker, list(gpus))
     hand.beat()
     return hand

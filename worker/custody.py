@@ -16,7 +16,7 @@ from orchestrator.errors import GpuUnavailable
 from orchestrator.gpu import Gpu, GpuProcess
 from orchestrator.gpu.processes import describe
 from orchestrator.gpu.watch import Watch
-from orchestrator.leases import GpuShare, Remains, ResidentSlot
+from orchestrator.leases import GpuShare, Remains, ResidentSlot, model_lease_key
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Left, Release
@@ -90,22 +90,25 @@ class Custody:
         return [None] * len(departures)
 
     def _let_go(self, departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | None]) -> None:
-        remains = _remains(departure, holders)
-        claim = departure.claim
-        if remains is Remains.MODEL and claim is not None:
-            model = ResidentSlot(departure.key, claim.type, claim.model_id, _memory_mb(claim), departure.gpus)
-            if not self._slots.settle_in(departure.slot, model):
-                remains = Remains.PROCESSES  # it died meanwhile
-        elif remains is Remains.NOTHING:
+        left = Left(_remains(departure, holders), departure.slot)
+        if left.remains is Remains.MODEL and departure.claim is not None:
+            left = self._settle_in(departure, departure.claim)
+        elif left.remains is Remains.NOTHING:
             self._slots.reuse(departure.slot)
         else:
             self._slots.retire(departure.slot)
-        left = Left(remains, departure.slot, claim.type if claim else "", claim.model_id if claim else None)
-        left = left._replace(pinned=departure.pinned)
         if departure.end is None:
             self._note(Release(departure.key, left))
         else:
             self._note(departure.end._replace(lease_key=departure.key, left=left))
+
+    def _settle_in(self, departure: Departure, claim: Claim) -> Left:
+        ran_warm = claim.lease is not None and claim.lease.resident
+        key = departure.key if ran_warm else model_lease_key(departure.slot)
+        model = ResidentSlot(key, claim.type, claim.model_id, _memory_mb(claim), departure.gpus)
+        if not self._slots.settle_in(departure.slot, model):
+            return Left(Remains.PROCESSES, departure.slot)  # it died meanwhile
+        return Left(Remains.MODEL, departure.slot, key, claim.type, claim.model_id, departure.pinned)
 
     def end_orphans(self, orphans: Iterable[GpuProcess], sample: Sequence[Gpu], worker_id: str) -> None:
         """Kill processes on our GPUs whose slot, ours or a dead worker's, is gone."""
@@ -148,5 +151,3 @@ def _kill(process: GpuProcess) -> bool:
     finally:
         os.close(fd)
     return True
-
-

@@ -98,7 +98,7 @@ class Keepalive:
             return self._gpus.sample()
         except GpuUnavailable as silent:
             log.warning("GPUs not sampled", extra={"error": str(silent)})
-            return self._gpus.last_known()
+            return self._gpus.last_known(str(silent))
 
     @property
     def leased_until(self) -> float:

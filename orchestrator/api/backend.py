@@ -50,10 +50,13 @@ class Backend:
         future = self.orchestrator.lease(request)
         try:
             # Shielded: what waits in the batcher may be granted although its caller has gone.
-            return await self._limited(asyncio.shield(asyncio.wrap_future(future)))
+            answer = await self._limited(asyncio.shield(asyncio.wrap_future(future)))
         except BaseException:
             future.add_done_callback(self._give_back)
             raise
+        if isinstance(answer, Denied) and answer.evicting:
+            self.teller.ring()  # workers hear which of their warm models must leave
+        return answer
 
     def _give_back(self, late: Future[Granted | Denied]) -> None:
         """Nobody got this answer: its memory must not stay taken until the lease ends by itself."""

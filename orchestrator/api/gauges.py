@@ -8,7 +8,8 @@ from typing import Any
 from orchestrator.api.probes import Probe
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
-from orchestrator.store import dead_letters, job_reads, leadership, nodes, outbox
+from orchestrator.store import dead_letters, job_reads, leadership, outbox
+from orchestrator.store import gpus as store_gpus
 from orchestrator.store.job_reads import LaneDepth, PoolLiveness
 from orchestrator.telemetry.metrics import Readings
 
@@ -39,7 +40,7 @@ class Gauges:
     def _read_database(self) -> dict[str, Values]:
         db, settings = self._orchestrator.db, self._orchestrator.settings
         pools = db.read(job_reads.live_pools)
-        gpus = db.read(lambda conn: nodes.list_gpus(conn, settings.gpu_stale_s))
+        gpus = db.read(lambda conn: store_gpus.list_gpus(conn, settings.gpu_stale_s))
         term = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
         return (
             self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), pools)
@@ -86,7 +87,8 @@ async def _or_down(probe: Probe[dict[str, Values]], up: str) -> dict[str, Values
 
 def _gpus(gpus: list[dict[str, Any]]) -> dict[str, Values]:
     keyed = [((gpu["node_id"], str(gpu["gpu_index"])), gpu) for gpu in gpus]
-    usable = [gpu for gpu in gpus if gpu["fresh"] and gpu["health"] == "ok"]
+    closed = ("quarantined_at", "gate_closed_at")
+    usable = [gpu for gpu in gpus if gpu["fresh"] and gpu["health"] == "ok" and not any(gpu[why] for why in closed)]
     free = [gpu for gpu in usable if gpu["usable_mb"] > gpu["leased_mb"] + gpu["foreign_mb"]]
     none: tuple[str, ...] = ()
     return {
@@ -95,4 +97,5 @@ def _gpus(gpus: list[dict[str, Any]]) -> dict[str, Values]:
         "gpu_mem_used_pct": {key: 100 * gpu["used_mb"] / gpu["total_mb"] for key, gpu in keyed if gpu["fresh"]},
         "gpu_mem_foreign_mb": {key: gpu["foreign_mb"] for key, gpu in keyed if gpu["fresh"]},
         "gpu_mem_leased_mb": {key: gpu["leased_mb"] for key, gpu in keyed},
+        "gpu_quarantined": {key: int(gpu["quarantined_at"] is not None) for key, gpu in keyed},
     }

@@ -31,6 +31,12 @@ class LeaseBody(BaseModel):
     gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
     cpu_fallback: bool = False
     node_id: Name | None = None
+    #: The process on that node that will use the memory, with all it starts.
+    pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
+    model_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
+    gpu_models: Annotated[list[Annotated[str, Field(min_length=1, max_length=255)]], Field(max_length=32)] = []
+    host_cpus: Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)] = 0.0
+    host_memory_mb: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
 
 
 @router.post("", openapi_extra=documented(LeaseBody.model_json_schema()))
@@ -63,6 +69,8 @@ def _request(wanted: LeaseBody, settings: Settings) -> LeaseRequest:
     ttl_s = settings.lease_ttl_s if wanted.ttl_seconds is None else wanted.ttl_seconds
     if ttl_s > settings.lease_ttl_max_s:
         raise InvalidInput(f"ttl_seconds: must not exceed {settings.lease_ttl_max_s:g}", "ttl_seconds")
+    if wanted.pid is not None and wanted.node_id is None:
+        raise InvalidInput("pid: needs node_id, since every node has a process of that number", "pid")
     return LeaseRequest(
         agent=wanted.agent,
         memory_mb=wanted.min_memory_mb,
@@ -70,6 +78,11 @@ def _request(wanted: LeaseBody, settings: Settings) -> LeaseRequest:
         gpu_count=wanted.gpu_count,
         cpu_fallback=wanted.cpu_fallback,
         node_id=wanted.node_id,
+        pid=wanted.pid,
+        model_id=wanted.model_id,
+        gpu_models=frozenset(wanted.gpu_models),
+        host_cpu_milli=round(wanted.host_cpus * 1000),
+        host_memory_mb=wanted.host_memory_mb,
     )
 
 
@@ -87,4 +100,12 @@ def _granted(lease: Granted) -> dict[str, Any]:
 
 
 def _denied(answer: Denied) -> dict[str, Any]:
-    return {"granted": False, "reason": answer.reason, "retry_after": answer.retry_after_s}
+    return {
+        "granted": False,
+        "reason": answer.reason,
+        "code": answer.code,
+        "retry_after": answer.retry_after_s,
+        "gpus": [
+            {"node_id": gpu.node_id, "gpu_index": gpu.gpu_index, "free_mb": max(gpu.free_mb, 0)} for gpu in answer.gpus
+        ],
+    }

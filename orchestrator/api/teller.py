@@ -29,7 +29,7 @@ class Teller:
         self._about_to_ring = False
 
     def ring(self) -> None:
-        """Workers look for cancelled jobs now. One bell serves all who rang before it sounds."""
+        """Workers look at once what the database wants of them. One bell serves all who rang before it sounds."""
         with self._lock:
             if self._about_to_ring:
                 return
@@ -48,7 +48,7 @@ class Teller:
     def _ring(self) -> None:
         # First: whoever comes from here on may have committed after the workers looked.
         self._about_to_ring = False
-        self._hub.ring("cancel")
+        self._hub.ring("look")
 
     def _post(self, message: Callable[[], None]) -> bool:
         with self._lock:

@@ -6,7 +6,6 @@ is adopted by init still carries the environment it was born with.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from orchestrator.gpu import GpuProcess
@@ -21,7 +20,7 @@ _MAX_DEPTH = 64
 def driver_ids_are_ours() -> bool:
     """Whether process ids that the driver tells mean the same to us; in a container of its own they do not."""
     try:
-        return os.readlink("/proc/self/ns/pid") == _FIRST_NAMESPACE
+        return str(Path("/proc/self/ns/pid").readlink()) == _FIRST_NAMESPACE
     except OSError:
         return False
 

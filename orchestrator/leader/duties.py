@@ -99,7 +99,7 @@ def _repair_lane(context: DutyContext, lane: str) -> int:
 
 def purge_leases(context: DutyContext) -> int:
     """End leases whose holder stopped renewing them, and forget those that ended long ago."""
-    ended = context.term.write(lambda conn: leases.purge(conn, BATCH))
+    ended = context.term.write(lambda conn: leases.purge(conn, BATCH, context.settings.gpu_stale_s))
     forgotten = context.term.write(lambda conn: leases.forget(conn, KEEP_ENDED_LEASES_S, BATCH))
     return max(ended, forgotten)
 
@@ -117,7 +117,7 @@ def _reclaim_jobs(context: DutyContext) -> int:
         context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH))
     rescued = 0
     for owner in context.term.db.read(lambda conn: nodes.dead_owners(conn, BATCH)):
-        dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id, 0.0, 0.0)
+        dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
         settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
         rescued += len(settled)
         _count(settled)

@@ -260,9 +260,7 @@ def _take_ownership(
     for (leased, resident), group in groups.items():
         how: dict[str, Any] = {"lease_token": resident} if resident else {"leased": leased}
         for attempt, ids in by_attempt(group):
-            moved = move(
-                conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id, **how
-            )
+            moved = move(conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id, **how)
             assert moved == len(ids), "rows are locked, nobody else can have moved them"
     events = []
     for row in rows:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, case, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, case, func, or_, select, update
 
 from orchestrator.errors import GpuNotFound
 from orchestrator.gpu import Gpu, Health
@@ -24,7 +24,7 @@ from orchestrator.store.schema import gpus, lease_gpus, leases, nodes
 # ── what may be given out ───────────────────────────────────────────────────────────────────────────────────────
 
 _FRESH = gpus.c.sampled_at > utc_shift(-bindparam("stale_s"))
-_RESERVED = case((gpus.c.reserved_until > utc_now(), gpus.c.reserved_for), else_=None)
+_RESERVED: ColumnElement[Any] = case((gpus.c.reserved_until > utc_now(), gpus.c.reserved_for), else_=None)
 
 _VIEWS = select(
     gpus.c.gpu_uuid,
@@ -91,7 +91,7 @@ def reserve(conn: Connection, uuids: Collection[str], key: str, seconds: float) 
 
 
 def reserved_for(conn: Connection, key: str) -> set[str]:
-    return set(conn.execute(select(gpus.c.gpu_uuid).where(_RESERVED == key)).scalars())
+    return set(conn.execute(select(gpus.c.gpu_uuid).where(key == _RESERVED)).scalars())
 
 
 def largest_usable_mb(conn: Connection) -> int:

@@ -106,7 +106,9 @@ def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
     return len(live)
 
 
-def let_go(conn: Connection, keys: Sequence[str], state: str, reason: str | None = None, slot: str | None = None) -> None:
+def let_go(
+    conn: Connection, keys: Sequence[str], state: str, reason: str | None = None, slot: str | None = None
+) -> None:
     """End leases whose processes may still hold memory: at once when nobody could see that, else when they are gone."""
     if not keys:
         return

@@ -37,13 +37,13 @@ from orchestrator.store.schema import jobs
 
 @dataclass(frozen=True)
 class Claimant:
-    """The worker that claims, and the terms on which it takes leases."""
+    """The worker that claims, and the terms on which it takes leases; one that is dead takes none any more."""
 
     worker_id: str
     node_id: str
     pool_id: str
-    lease_ttl_s: float
-    terms: Terms
+    lease_ttl_s: float = 0.0
+    terms: Terms = Terms(0.0)
 
     @property
     def owner(self) -> str | None:

@@ -9,6 +9,7 @@ other. The guard of `occupy` and the one of `make_room` exclude each other: one 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from sqlalchemy import Connection, select, update
 
@@ -26,21 +27,34 @@ _IDLE = (
 )
 
 
-def keep(conn: Connection, key: str, slot: str, type: str, model_id: str | None, *, pinned: bool) -> bool:
-    """The job is over, its model stays. False when the lease ended meanwhile."""
+class Model(NamedTuple):
+    """A model in memory: the key of its lease, and the slot that keeps it."""
+
+    key: str
+    slot: str
+    type: str
+    model_id: str | None = None
+    pinned: bool = False
+
+
+def keep(conn: Connection, key: str, model: Model) -> bool:
+    """The job is over, its model stays, under a lease of its own name. False when the lease ended meanwhile."""
     kept = conn.execute(
         update(leases)
         .where(leases.c.token == key, leases.c.state == "active", leases.c.ending_as.is_(None))
         .values(
+            token=model.key,
             resident=True,
             job_id=None,
-            slot=slot,
-            job_type=type,
-            model_id=model_id,
-            pinned=pinned,
+            slot=model.slot,
+            job_type=model.type,
+            model_id=model.model_id,
+            pinned=model.pinned,
             idle_since=utc_now(),
         )
     )
+    if kept.rowcount and key != model.key:
+        conn.execute(update(lease_gpus).where(lease_gpus.c.token == key).values(token=model.key))
     return kept.rowcount == 1
 
 
@@ -98,7 +112,9 @@ def _idle(conn: Connection, node_id: str | None) -> list[Resident]:
         uuids.setdefault(row.token, []).append(row.gpu_uuid)
     first = {row.token: row for row in reversed(rows)}
     return [
-        Resident(token, tuple(sorted(uuids[token])), row.memory_mb, float(row.idle_s), float(row.resident_s), row.pinned)
+        Resident(
+            token, tuple(sorted(uuids[token])), row.memory_mb, float(row.idle_s), float(row.resident_s), row.pinned
+        )
         for token, row in first.items()
     ]
 

@@ -42,7 +42,9 @@ class Left(NamedTuple):
     """What an attempt left on its GPU, in which slot, and the model that stays there."""
 
     remains: Remains = Remains.NOTHING
-    slot: str | None = None
+    slot: str = ""
+    #: The key of the model's lease from now on.
+    key: str = ""
     type: str = ""
     model_id: str | None = None
     pinned: bool = False
@@ -140,8 +142,9 @@ def end_leases(conn: Connection, keys: Sequence[tuple[str, Left]]) -> None:
     for key, left in keys:
         if left.remains is Remains.PROCESSES:
             leases.let_go(conn, [key], "spent", slot=left.slot)
-        elif left.remains is Remains.MODEL and left.slot:
-            residency.keep(conn, key, left.slot, left.type, left.model_id, pinned=left.pinned)
+        elif left.remains is Remains.MODEL:
+            model = residency.Model(left.key, left.slot, left.type, left.model_id, left.pinned)
+            residency.keep(conn, key, model)
 
 
 _ENDED_BY = {

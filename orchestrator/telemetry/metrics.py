@@ -104,7 +104,7 @@ CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
     "redis_up": ("1 when Redis answered this scrape.", ()),
     "leases_active": ("GPU leases that are held, those of jobs included.", ()),
     "leases_free": (
-        "GPUs that could grant a lease now: healthy, sampled lately, with usable memory left.",
+        "GPUs that could grant a lease now: healthy, open, sampled lately, with usable memory left.",
         (),
     ),
     "job_queue_depth": (
@@ -119,6 +119,10 @@ CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
     "gpu_mem_used_pct": ("Memory in use as the node last measured it, by whomever.", ("node", "gpu_index")),
     "gpu_mem_leased_mb": ("Memory promised to leases.", ("node", "gpu_index")),
     "gpu_mem_foreign_mb": ("Memory used by processes without a lease.", ("node", "gpu_index")),
+    "gpu_quarantined": (
+        "1 while the GPU grants nothing, because memory of an ended lease did not come back.",
+        ("node", "gpu_index"),
+    ),
     "worker_pool_workers": ("Workers of the pool that are alive, draining ones included.", ("pool_id",)),
     "worker_heartbeat_age_seconds": (
         "Age of the oldest last heartbeat among a pool's live workers.",

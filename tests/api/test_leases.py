@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from orchestrator.leases import Denied, LeaseRequest, token_hash
-from orchestrator.store import leases, nodes, schema
+from orchestrator.store import gpus, leases, schema
 from tests.api.conftest import Running
 from tests.factories import gpu, hire, rows
 from tests.waiting import wait_until
@@ -124,7 +124,7 @@ def test_concurrent_requests_never_overcommit(api: Running) -> None:
     assert Counter(answers) == {True: 9, False: 31}
     assert leased_mb(api) == 9000
     assert len(api.db.read(leases.active)) == 9
-    assert api.db.read(lambda conn: nodes.list_gpus(conn, 60))[0]["leased_mb"] == 9000
+    assert api.db.read(lambda conn: gpus.list_gpus(conn, 60))[0]["leased_mb"] == 9000
 
 
 # --- answers that nobody waits for any more ---
@@ -174,7 +174,7 @@ def test_a_client_that_hung_up_gets_no_lease(maria_db, run_api: Callable[..., Ru
 def test_only_what_was_granted_is_given_back(api: Running) -> None:
     """Refused, failed and cancelled requests have nothing to return."""
     denied, failed, cancelled = Future(), Future(), Future()  # type: ignore[var-annotated]
-    denied.set_result(Denied("full", 1.0))
+    denied.set_result(Denied("full"))
     failed.set_exception(RuntimeError("broke"))
     cancelled.cancel()
     for late in (denied, failed, cancelled):

@@ -61,7 +61,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     # Memory is taken from the GPU that looked free a moment ago.
     "lease-guard": (
         Edit(
-            "orchestrator/store/leases.py",
+            "orchestrator/store/gpus.py",
             '        gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,\n',
             "",
         ),
@@ -70,8 +70,8 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     "lease-leak": (
         Edit(
             "orchestrator/store/settle.py",
-            "        leases.free(conn, [end.lease_key",
-            "        _ = (conn, [end.lease_key",
+            "        end_leases(conn, [(end.lease_key",
+            "        _ = (conn, [(end.lease_key",
         ),
     ),
 }

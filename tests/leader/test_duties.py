@@ -10,8 +10,8 @@ from sqlalchemy import update
 from orchestrator.errors import RedisUnavailable, StaleEpoch, UnknownDuty
 from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
-from orchestrator.leases import LeaseRequest
-from orchestrator.store import dead_letters, leadership, leases, nodes, schema, withdraw
+from orchestrator.leases import LeaseRequest, Terms
+from orchestrator.store import dead_letters, grants, leadership, nodes, schema, withdraw
 from orchestrator.store.dialect import utc_shift
 from orchestrator.telemetry import metrics
 from tests.factories import STALE_S, gpu, hire, history, row, rows, set_job, status, submit
@@ -280,7 +280,7 @@ def test_a_retry_runs_again_after_its_wait(db, raw, context, scene):
 def test_expired_leases_are_purged(db, context):
     hire(db, gpu())
     wish = LeaseRequest("agent", 1000, 60.0)
-    db.write(lambda conn: leases.grant(conn, [wish], STALE_S))
+    db.write(lambda conn: grants.grant(conn, [wish], Terms(STALE_S)))
     assert duties.purge_leases(context) == 0
     db.write(lambda conn: conn.execute(update(schema.leases).values(expires_at=utc_shift(-1.0))))
     assert [duties.purge_leases(context), duties.purge_leases(context)] == [1, 0]
@@ -449,7 +449,7 @@ def mess(db, hub, raw, publisher):
         set_job(db, job_id, published_at=utc_shift(-60.0))
     (due,) = submit(db)
     set_job(db, due, queued="delayed", not_before=utc_shift(-1.0))
-    db.write(lambda conn: leases.grant(conn, [LeaseRequest("agent", 10, 60.0)], STALE_S))
+    db.write(lambda conn: grants.grant(conn, [LeaseRequest("agent", 10, 60.0)], Terms(STALE_S)))
     over = update(schema.leases).where(schema.leases.c.agent_name == "agent").values(expires_at=utc_shift(-1.0))
     db.write(lambda conn: conn.execute(over))
     (late,) = submit(db, pool_id="late")

@@ -49,6 +49,7 @@ def test_a_job_whose_lease_was_forgotten_still_ends_and_the_memory_returns(db, c
     assert status(db, job_id) == "done"
     edit(db, update(schema.leases).values(expires_at=utc_shift(-1.0)))
     duties.purge_leases(context)
+    hand.beat()
     assert leased_mb(db) == 0
 
 
@@ -59,6 +60,7 @@ def test_a_lease_whose_job_is_gone_ends_by_itself(db, context):
     edit(db, delete(schema.jobs))
     edit(db, update(schema.leases).values(expires_at=utc_shift(-1.0)))
     duties.purge_leases(context)
+    hand.beat()
     assert leased_mb(db) == 0
 
 

@@ -10,9 +10,10 @@ import pytest
 from sqlalchemy import func, select, update
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
-from orchestrator.leases import Denied, Granted, LeaseRequest, token_hash
-from orchestrator.store import leases, schema
-from orchestrator.store.dialect import utc_shift
+from orchestrator.leases import Denied, Granted, LeaseRequest, Terms, token_hash
+from orchestrator.placement import Policy, Reason
+from orchestrator.store import gpus, grants, leases, schema
+from orchestrator.store.dialect import utc_now, utc_shift
 from tests.factories import STALE_S, active_leases, gpu, hire, is_sqlite, now, rows, submit
 
 
@@ -21,7 +22,7 @@ def request(memory_mb=1000, **fields):
 
 
 def grant(db, *requests, stale_s=STALE_S):
-    return db.write(lambda conn: leases.grant(conn, requests, stale_s))
+    return db.write(lambda conn: grants.grant(conn, requests, Terms(stale_s, Policy.BEST_FIT)))
 
 
 def leased(db):
@@ -123,16 +124,16 @@ def test_a_stale_sample_closes_the_gate(db):
     old = update(schema.gpus).values(sampled_at=utc_shift(-STALE_S - 1))
     db.write(lambda conn: conn.execute(old))
     (answer,) = grant(db, request())
-    assert answer == Denied("needs 1000 MB; node-1/0: its last sample is stale")
+    assert (answer.code, answer.reason) == (Reason.STALE, "needs 1000 MB; node-1/0: its last sample is stale")
     hand.beat()
     assert isinstance(grant(db, request())[0], Granted)
 
 
-@pytest.mark.parametrize("change", ["health", "stale", "full", "foreign"])
+@pytest.mark.parametrize("change", ["health", "stale", "full", "foreign", "quarantine", "gate", "reserved"])
 def test_the_update_refuses_what_the_snapshot_still_allowed(db, monkeypatch, change):
     """Between the look and the UPDATE the world changes: the guard decides, not the look."""
     hand = hire(db, gpu(total_mb=10_000))
-    look, looks = leases.snapshot, list[Any]()
+    look, looks = gpus.views, list[Any]()
 
     def look_once(conn, stale_s, node_id=None):
         views = looks[0] if looks else look(conn, stale_s, node_id)
@@ -145,12 +146,15 @@ def test_the_update_refuses_what_the_snapshot_still_allowed(db, monkeypatch, cha
         "stale": {"sampled_at": utc_shift(-STALE_S - 1)},
         "full": {"leased_mb": 8500},
         "foreign": {"foreign_mb": 8500},
+        "quarantine": {"quarantined_at": utc_now()},
+        "gate": {"gate_closed_at": utc_now()},
+        "reserved": {"reserved_for": "another", "reserved_until": utc_shift(60.0)},
     }[change]
     db.write(lambda conn: conn.execute(update(schema.gpus).values(**values)))
-    monkeypatch.setattr(leases, "snapshot", look_once)
+    monkeypatch.setattr(gpus, "views", look_once)
     (answer,) = grant(db, request())
-    assert answer == Denied("other requests took the memory first", retry_after_s=0.1)
-    assert len(looks) == 1 + leases.MAX_ROUNDS
+    assert answer == Denied("other requests took the memory first", Reason.CONTENDED, retry_after_s=0.1)
+    assert len(looks) == 1 + grants.MAX_ROUNDS
     assert rows(db, schema.leases) == []
     assert leased(db) == [8500 if change == "full" else 0]
     assert hand.gpus
@@ -158,8 +162,8 @@ def test_the_update_refuses_what_the_snapshot_still_allowed(db, monkeypatch, cha
 
 def test_one_of_two_gpus_taken_meanwhile_gives_the_other_back(db, monkeypatch):
     hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))
-    views = db.read(lambda conn: leases.snapshot(conn, STALE_S))
-    monkeypatch.setattr(leases, "snapshot", lambda *_args: views)
+    views = db.read(lambda conn: gpus.views(conn, STALE_S))
+    monkeypatch.setattr(gpus, "views", lambda *_args: views)
     taken = update(schema.gpus).where(schema.gpus.c.gpu_index == 1).values(foreign_mb=9000)
     db.write(lambda conn: conn.execute(taken))
     both, single = grant(db, request(5000, gpu_count=2), request(100))
@@ -270,6 +274,8 @@ def test_the_lease_of_a_job_lives_by_the_heartbeats_of_its_worker(db):
     assert db.write(leases.purge) == 0
     expire_job_lease(db, claim)
     assert db.write(leases.purge) == 1
+    assert leased(db) == [1000]  # until somebody sees that its processes are gone
+    hand.beat()
     assert leased(db) == [0]
     hand.finish(claim)
     assert leased(db) == [0]

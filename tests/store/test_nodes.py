@@ -8,7 +8,9 @@ import pytest
 from sqlalchemy import insert, text
 
 from orchestrator.errors import WorkerLost
-from orchestrator.store import nodes, outbox, schema
+from orchestrator.gpu import GpuProcess
+from orchestrator.store import gpus, nodes, outbox, schema
+from orchestrator.store.gpus import Gate
 from orchestrator.store.nodes import Worker
 from tests.factories import Hand, gpu, hire, now, row, rows, submit
 from tests.waiting import wait_until
@@ -19,7 +21,7 @@ def declare_lost(db, timeout_s=60.0, limit=10):
 
 
 def test_a_heartbeat_shows_the_worker_and_its_gpus(db):
-    hand = hire(db, gpu(0, total_mb=10_000, used_mb=700, foreign_mb=300, utilization=0.5), slots=3)
+    hand = hire(db, gpu(0, total_mb=10_000, foreign_mb=700, utilization=0.5), slots=3)
     hand.beat(busy=2, done=7, failed=1)
     (worker,) = db.read(nodes.list_workers)
     assert (worker["status"], worker["busy"], worker["jobs_done"], worker["jobs_failed"]) == (
@@ -29,12 +31,12 @@ def test_a_heartbeat_shows_the_worker_and_its_gpus(db):
         1,
     )
     assert worker["types"] == ["echo"]
-    (shown,) = db.read(lambda conn: nodes.list_gpus(conn, 5.0))
+    (shown,) = db.read(lambda conn: gpus.list_gpus(conn, 5.0))
     assert (shown["total_mb"], shown["usable_mb"], shown["used_mb"], shown["foreign_mb"]) == (
         10_000,
         9000,
         700,
-        300,
+        700,
     )
     assert shown["fresh"] is True
     assert abs(shown["sampled_at"] - now(db)) < timedelta(seconds=5)
@@ -43,8 +45,8 @@ def test_a_heartbeat_shows_the_worker_and_its_gpus(db):
 def test_a_sample_never_touches_what_is_leased(db):
     hand = hire(db, gpu())
     hand.claim(*submit(db, min_memory_mb=1000))
-    hand.gpus = [gpu(3, uuid="GPU-0", used_mb=1050, foreign_mb=50)]
-    hand.beat(busy=1)
+    processes = (GpuProcess(7, 1000, mark=f"{hand.worker_id}#1"), GpuProcess(8, 50))
+    hand.sees(gpu(3, uuid="GPU-0", used_mb=1050, processes=processes), busy=1)
     (shown,) = rows(db, schema.gpus)
     assert (shown.leased_mb, shown.foreign_mb, shown.gpu_index) == (1000, 50, 3)
 
@@ -110,14 +112,14 @@ def test_a_worker_may_start_while_another_inserts_the_same_node_and_gpu(maria_db
         neighbour.execute(insert(schema.nodes), node)
         worker = Worker("w", "node-1", "default", "node-1", 1, 4, ("echo",))
         starting = Thread(
-            target=lambda: maria_db.write(lambda conn: nodes.register(conn, worker, "sim")), name="starting"
+            target=lambda: maria_db.write(lambda conn: nodes.register(conn, worker, nodes.Host("sim"))), name="starting"
         )
         starting.start()
         wait_until(waits_for_a_lock, what="register meets the row of its neighbour")
     starting.join(10)
     assert [w.worker_id for w in rows(maria_db, schema.workers)] == ["w"]
     with maria_db.engine.begin() as neighbour:
-        nodes.record_gpus(neighbour, "node-1", [gpu()], 90)
+        gpus.record(neighbour, "node-1", [gpu()], Gate(90))
         beating = Thread(target=Hand(maria_db, worker, [gpu()]).beat, name="beating")
         beating.start()
         wait_until(waits_for_a_lock, what="the heartbeat meets the row of its neighbour")
