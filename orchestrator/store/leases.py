@@ -25,7 +25,7 @@ from orchestrator.leases import (
     new_token,
     token_hash,
 )
-from orchestrator.placement import GpuView, Placed, place
+from orchestrator.placement import Ask, Cluster, GpuView, Placed
 from orchestrator.store import audit
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
@@ -144,13 +144,14 @@ def _propose(
     views: list[GpuView], requests: list[tuple[int, LeaseRequest]], answers: dict[int, Placed | Denied]
 ) -> dict[int, Placed]:
     """Place one after the other, each seeing what the earlier ones took; refusals are final for this batch."""
-    current = {view.gpu_uuid: view for view in views}
+    cluster = Cluster(views)
     proposals = {}
     for i, request in requests:
-        choice = place(list(current.values()), request.memory_mb, request.gpu_count, request.node_id)
+        ask = Ask(request.memory_mb, request.gpu_count, request.node_id, request.key)
+        choice = cluster.place(ask)
         if isinstance(choice, Placed):
             proposals[i] = choice
-            current |= {gpu.gpu_uuid: gpu.with_lease(request.memory_mb) for gpu in choice.gpus}
+            cluster.take(ask, choice)
         else:
             answers[i] = Denied(choice.reason)
     return proposals
