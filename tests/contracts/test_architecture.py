@@ -57,6 +57,7 @@ ABOVE = {
     "orchestrator/store/": ("orchestrator.stream", "orchestrator.leader", "orchestrator.daemon", "orchestrator.api"),
     "orchestrator/stream/": ("orchestrator.store", "orchestrator.leader", "orchestrator.daemon", "orchestrator.api"),
     "orchestrator/leader/": ("orchestrator.daemon", "orchestrator.api", "orchestrator.cli"),
+    "orchestrator/placement/": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader"),
     **{
         f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
         for pure in (
@@ -67,7 +68,6 @@ ABOVE = {
             "jsontext",
             "leases",
             "names",
-            "placement",
             "ranking",
             "settings",
         )

@@ -1,0 +1,32 @@
+"""Which GPU gets a request: pure decisions over a snapshot, with a reason for every refusal.
+
+`views` is what placement sees and asks, and why a GPU says no. `cluster` chooses. `policies` compare the nodes that
+fit. `mix` remembers what is usually asked. `room` says what to reserve or unload when nothing fits.
+
+A decision is a proposal; the guarded UPDATE in `store.leases` is what grants.
+"""
+
+from orchestrator.placement.cluster import Cluster, Evidence, Placed, Refused
+from orchestrator.placement.mix import Mix, RecentAsks, Shape
+from orchestrator.placement.policies import Policy
+from orchestrator.placement.room import Resident, evictions, reservation
+from orchestrator.placement.views import Ask, GpuView, HostView, Reason, refusal
+
+__all__ = [
+    "Ask",
+    "Cluster",
+    "Evidence",
+    "GpuView",
+    "HostView",
+    "Mix",
+    "Placed",
+    "Policy",
+    "Reason",
+    "RecentAsks",
+    "Refused",
+    "Resident",
+    "Shape",
+    "evictions",
+    "refusal",
+    "reservation",
+]

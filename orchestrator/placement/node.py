@@ -1,0 +1,113 @@
+"""A node while a cluster is being filled: its GPUs, what its host has left, and who fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from math import inf
+from typing import NamedTuple
+
+from orchestrator.placement.mix import Mix
+from orchestrator.placement.views import Ask, GpuView, HostView, Reason, host_refusal, refusal
+
+
+class Room(NamedTuple):
+    """Free memory on a GPU in service. Sorts by how little it is, then by the GPU's place on the node."""
+
+    free_mb: int
+    position: int
+    name: str
+    reserved_for: str | None
+
+
+class Node:
+    """Changes only by `take`, which counts up `version`: whoever remembers something of it sees that it is old."""
+
+    __slots__ = (
+        "cpu_milli",
+        "frees",
+        "gpus",
+        "host",
+        "memory_mb",
+        "model",
+        "node_id",
+        "plain",
+        "rooms",
+        "total_mb",
+        "version",
+        "worth",
+    )
+
+    def __init__(self, node_id: str, gpus: Iterable[GpuView], host: HostView) -> None:
+        self.node_id = node_id
+        self.gpus = sorted(gpus, key=lambda gpu: (gpu.gpu_index, gpu.gpu_uuid))
+        self.host = host
+        #: Scores take a node's GPUs to be of one model; whether a GPU fits is decided by its own.
+        self.model = self.gpus[0].name if self.gpus else ""
+        #: Nothing but a lack of memory can keep a request from its GPUs.
+        self.plain = all(gpu.in_service and gpu.reserved_for is None for gpu in self.gpus)
+        self.version = 0
+        self._look()
+
+    def _look(self) -> None:
+        """Derive what scores need again and again."""
+        self.rooms = sorted(
+            Room(gpu.free_mb, position, gpu.name, gpu.reserved_for)
+            for position, gpu in enumerate(self.gpus)
+            if gpu.in_service and gpu.free_mb >= 0
+        )
+        #: What anybody may use.
+        self.frees = [room.free_mb for room in self.rooms if room.reserved_for is None]
+        self.total_mb = sum(self.frees)
+        self.cpu_milli: float = inf if self.host.cpu_milli_free is None else self.host.cpu_milli_free
+        self.memory_mb: float = inf if self.host.memory_mb_free is None else self.host.memory_mb_free
+        #: What `policies` last found it worth, and to which mix.
+        self.worth: tuple[Mix, float] | None = None
+
+    def host_fits(self, ask: Ask) -> bool:
+        return self.cpu_milli >= ask.cpu_milli and self.memory_mb >= ask.host_memory_mb
+
+    def fitting(self, ask: Ask) -> list[Room]:
+        """The GPUs that can take their part, the fullest first."""
+        need, models = ask.memory_mb, ask.models
+        return [
+            room
+            for room in self.rooms
+            if room.free_mb >= need
+            and (room.reserved_for is None or room.reserved_for == ask.key)
+            and (not models or room.name in models)
+        ]
+
+    def take(self, ask: Ask, gpu_uuids: set[str]) -> None:
+        self.gpus = [gpu.with_lease(ask.memory_mb) if gpu.gpu_uuid in gpu_uuids else gpu for gpu in self.gpus]
+        cpu_milli, memory_mb = self.host.cpu_milli_free, self.host.memory_mb_free
+        self.host = HostView(
+            self.node_id,
+            None if cpu_milli is None else cpu_milli - ask.cpu_milli,
+            None if memory_mb is None else memory_mb - ask.host_memory_mb,
+        )
+        self.version += 1
+        self._look()
+
+    def looks(self) -> object:
+        """Equal for nodes that any policy must treat the same."""
+        return tuple(self.rooms), self.model, self.cpu_milli, self.memory_mb
+
+    def refusal(self, gpu: GpuView, ask: Ask) -> tuple[Reason, str] | None:
+        return refusal(gpu, ask) or host_refusal(self.host, ask)
+
+    def why_not(self, ask: Ask) -> Reason:
+        """What stands against the ask here, of all that does what stands against most GPUs."""
+        if len(self.gpus) < ask.gpu_count:
+            return Reason.NO_GPU
+        if host := host_refusal(self.host, ask):
+            return host[0]
+        if self.plain and not ask.models:
+            return Reason.NO_MEMORY
+        return dominant(answer[0] for gpu in self.gpus if (answer := refusal(gpu, ask)))
+
+
+def dominant(reasons: Iterable[Reason | None]) -> Reason:
+    """The most frequent one; of equally frequent ones that which `Reason` names first."""
+    counts = Counter(reasons)
+    return max(Reason, key=lambda reason: counts[reason])

@@ -1,0 +1,115 @@
+"""What placement sees of GPUs and hosts, what is asked of it, and why a GPU or a host says no."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a request has no GPU. The codes are stable: clients, metrics and alerts know them."""
+
+    NO_GPU = "no_gpu"
+    STALE = "stale"
+    UNHEALTHY = "unhealthy"
+    QUARANTINED = "quarantined"
+    GATE_CLOSED = "gate_closed"
+    RESERVED = "reserved"
+    NO_MEMORY = "no_memory"
+    WRONG_MODEL = "wrong_model"
+    HOST_CPU = "host_cpu"
+    HOST_MEMORY = "host_memory"
+    #: Only the store says this: there was room, and other requests took it first.
+    CONTENDED = "contended"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """A GPU as placement sees it."""
+
+    gpu_uuid: str
+    node_id: str
+    gpu_index: int
+    usable_mb: int
+    leased_mb: int
+    foreign_mb: int
+    health: str = "ok"
+    fresh: bool = True
+    #: The model of the GPU, e.g. "NVIDIA A100-SXM4-80GB".
+    name: str = ""
+    quarantined: bool = False
+    #: Its gate is closed: memory was over the limit lately.
+    gated: bool = False
+    #: The key of the only request that may use it.
+    reserved_for: str | None = None
+
+    @property
+    def free_mb(self) -> int:
+        return self.usable_mb - self.leased_mb - self.foreign_mb
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it may take anything at all. Unknown is not free."""
+        return self.fresh and self.health == "ok" and not self.quarantined and not self.gated
+
+    def with_lease(self, memory_mb: int) -> GpuView:
+        return replace(self, leased_mb=self.leased_mb + memory_mb)
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """What a node has left besides its GPUs. None: the node does not report it, so it does not limit."""
+
+    node_id: str
+    cpu_milli_free: int | None = None
+    memory_mb_free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: so much memory on each of `gpu_count` GPUs of one node, and so much of the host."""
+
+    memory_mb: int
+    gpu_count: int = 1
+    #: Only this node will do.
+    node_id: str | None = None
+    #: Who asks. A GPU that is reserved for this key is open to it and closed to all others.
+    key: str = ""
+    #: Names of the GPUs that will do; empty: any.
+    models: frozenset[str] = frozenset()
+    cpu_milli: int = 0
+    host_memory_mb: int = 0
+    #: Nodes where what it runs is loaded already: preferred among those that fit.
+    warm_nodes: frozenset[str] = frozenset()
+
+
+def refusal(gpu: GpuView, ask: Ask) -> tuple[Reason, str] | None:
+    """Why this GPU cannot take its part of the request; None when it can."""
+    if not gpu.in_service:
+        return _out_of_service(gpu)
+    if gpu.reserved_for not in (None, ask.key):
+        return Reason.RESERVED, "it is reserved for another request"
+    if ask.models and gpu.name not in ask.models:
+        return Reason.WRONG_MODEL, f"it is of the model {gpu.name or 'unknown'}"
+    if gpu.free_mb < ask.memory_mb:
+        return Reason.NO_MEMORY, f"{max(gpu.free_mb, 0)} of {gpu.usable_mb} MB free"
+    return None
+
+
+def _out_of_service(gpu: GpuView) -> tuple[Reason, str]:
+    if not gpu.fresh:
+        return Reason.STALE, "its last sample is stale"
+    if gpu.quarantined:
+        return Reason.QUARANTINED, "it is quarantined"
+    if gpu.health != "ok":
+        return Reason.UNHEALTHY, f"it is {gpu.health}"
+    return Reason.GATE_CLOSED, "its gate is closed: its memory was over the limit lately"
+
+
+def host_refusal(host: HostView, ask: Ask) -> tuple[Reason, str] | None:
+    """Why this host cannot take the request; None when it can, or does not report what it has."""
+    if host.cpu_milli_free is not None and host.cpu_milli_free < ask.cpu_milli:
+        return Reason.HOST_CPU, f"{max(host.cpu_milli_free, 0)} of {ask.cpu_milli} needed CPU milli free on its host"
+    if host.memory_mb_free is not None and host.memory_mb_free < ask.host_memory_mb:
+        return Reason.HOST_MEMORY, f"{max(host.memory_mb_free, 0)} of {ask.host_memory_mb} needed MB free on its host"
+    return None
