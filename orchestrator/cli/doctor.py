@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -13,7 +14,8 @@ from orchestrator.cli.output import print_json
 from orchestrator.cli.schema import opened
 from orchestrator.config import Loaded
 from orchestrator.errors import OrchestratorError
-from orchestrator.gpu import backends
+from orchestrator.gpu import Gpu, Health, backends
+from orchestrator.gpu.watch import Watch
 from orchestrator.identity import node_id
 from orchestrator.settings import Settings, safe_url
 from orchestrator.store import migrate
@@ -26,6 +28,8 @@ OLDEST_DATABASE = {"mysql": (10, 6), "sqlite": (3, 35)}
 OLDEST_REDIS = (7, 0)
 #: Seconds between the database's clock and ours that are worth a word: times in logs and rows then disagree.
 CLOCKS_APART_S = 2.0
+#: Seconds for the GPU driver. Opening it takes that long where nothing else keeps it open.
+GPU_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -105,9 +109,17 @@ def _redis(settings: Settings) -> Iterator[Finding]:
 
 
 def _gpus(settings: Settings) -> Iterator[Finding]:
-    gpus = backends.choose(settings.gpu_backend, node_id(settings), settings.data_dir).sample()
-    kind = "SIMULATED" if settings.gpu_backend.startswith("sim:") else "this node has"
-    yield Finding("gpus", ok=True, detail=f"{settings.gpu_backend}: {kind} {len(gpus)}")
+    watch = Watch(backends.choose(settings.gpu_backend, node_id(settings), settings.data_dir), GPU_LIMIT_S)
+    with closing(watch):
+        gpus = watch.sample()
+        yield Finding("gpus", ok=True, detail=f"{settings.gpu_backend}: {watch.about()}; this node has {len(gpus)}")
+    yield from map(_gpu, gpus)
+
+
+def _gpu(gpu: Gpu) -> Finding:
+    state = f"{gpu.health}: {gpu.health_reason}" if gpu.health_reason else gpu.health
+    detail = f"{gpu.uuid}, {gpu.name}, {gpu.free_mb} of {gpu.total_mb} MB free, {state}"
+    return Finding(f"gpu {gpu.index}", gpu.health is Health.OK, detail)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

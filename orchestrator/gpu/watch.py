@@ -99,7 +99,7 @@ class Watch:
         now = time.monotonic()
         patience = min(deadline, call.started + self._limit_s) - now
         if patience <= 0:
-            raise GpuUnavailable(f"the GPU driver has not answered for {now - call.started:.0f} s")
+            raise GpuUnavailable(f"the GPU driver has not answered for {now - call.started:.1f} s")
         self._changed.wait(patience)
 
     def _serve(self) -> None:

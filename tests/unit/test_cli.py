@@ -197,7 +197,7 @@ def test_a_duty_by_hand(valkey_server, capsys):
 
 
 def test_doctor(valkey_server, capsys):
-    healthy = ["doctor", "--redis-url", valkey_server.url]
+    healthy = ["doctor", "--redis-url", valkey_server.url, "--gpus", "none"]
     assert run(healthy) == 1
     assert "✗ schema: revision none" in capsys.readouterr().out
     run(["migrate"])
@@ -215,6 +215,8 @@ def test_doctor_says_what_is_broken(capsys):
         SECRET_URL,
         "--redis-url",
         f"redis://127.0.0.1:{free_port()}",
+        "--gpus",
+        "none",
     ]
     assert run(arguments) == 1
     shown = capsys.readouterr().out
