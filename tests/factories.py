@@ -55,7 +55,7 @@ class Hand:
     db: Database
     worker: nodes.Worker
     gpus: list[Gpu] = field(default_factory=list)
-    terms: Terms = Terms(STALE_S, Policy.BEST_FIT)
+    terms: Terms = field(default_factory=lambda: Terms(STALE_S, Policy.BEST_FIT))
 
     @property
     def worker_id(self) -> str:

@@ -91,7 +91,7 @@ def reserve(conn: Connection, uuids: Collection[str], key: str, seconds: float) 
 
 
 def reserved_for(conn: Connection, key: str) -> set[str]:
-    return set(conn.execute(select(gpus.c.gpu_uuid).where(key == _RESERVED)).scalars())
+    return set(conn.execute(select(gpus.c.gpu_uuid).where(_RESERVED.is_not_distinct_from(key))).scalars())
 
 
 def largest_usable_mb(conn: Connection) -> int:

@@ -1,4 +1,4 @@
-"""Answering requests for GPU memory: propose on a snapshot, take by guarded UPDATE, insert the lease in the same transaction."""
+"""Answering requests for GPU memory: propose on a snapshot, take by guarded UPDATE, insert the lease with it."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ def _place_all(
 ) -> list[Placed | Denied]:
     """Propose on a snapshot, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile."""
     asks = _asks(conn, requests, terms)
+    idle = residency.IdleModels(conn, terms.resident_min_s, node_id)
     answers: dict[int, Placed | Denied] = {}
     waiting = list(range(len(asks)))
     for _ in range(MAX_ROUNDS):
@@ -93,7 +94,7 @@ def _place_all(
         for i in waiting:
             choice = cluster.place(asks[i], terms.policy, terms.recent.mix())
             if isinstance(choice, Refused):  # refusals are final for this batch
-                answers[i] = _denied(conn, cluster, asks[i], choice, terms)
+                answers[i] = _denied(cluster, asks[i], choice, idle)
             else:
                 cluster.take(asks[i], choice)
                 proposals[i] = choice
@@ -118,9 +119,9 @@ def _asks(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> l
     return asks
 
 
-def _denied(conn: Connection, cluster: Cluster, ask: Ask, refused: Refused, terms: Terms) -> Denied:
+def _denied(cluster: Cluster, ask: Ask, refused: Refused, idle: residency.IdleModels) -> Denied:
     """The answer to a request without room; idle warm models that stand in its way are asked to leave."""
-    leaving = residency.make_room(conn, cluster, ask, terms) if refused.code is Reason.NO_MEMORY else 0
+    leaving = idle.make_room(cluster, ask) if refused.code is Reason.NO_MEMORY else 0
     if leaving:
         reason = f"{refused.reason}; {leaving} idle warm models make room"
         return Denied(reason, refused.code, ROOM_IS_MADE_S, refused.gpus, evicting=True)

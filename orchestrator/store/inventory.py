@@ -1,4 +1,4 @@
-"""What a node's fresh sample leads to, in one transaction: leases revoked or over, memory that did not come back, accounts."""
+"""What a node's fresh sample leads to, in one transaction: leases over, revoked or stuck, and fresh accounts."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Whoever moves a job writes the arrow's audit row (`job_event`) in the same trans
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Protocol
@@ -43,7 +43,7 @@ class Claimant:
     node_id: str
     pool_id: str
     lease_ttl_s: float = 0.0
-    terms: Terms = Terms(0.0)
+    terms: Terms = field(default_factory=lambda: Terms(0.0))
 
     @property
     def owner(self) -> str | None:

@@ -1,19 +1,20 @@
-"""Warm models: leases that outlive their jobs, wait for the next one of their type, and leave when others need the room.
+"""Warm models: leases that outlive their jobs, wait for the next one of their type, and leave when others need room.
 
 A job ends and leaves its model in memory → its lease becomes resident (`keep`). The next job of that type on that slot
 runs under it (`occupy`). A request that finds no room asks idle ones to leave, the least recently used first
-(`make_room`); their worker hears of it at its next heartbeat (`evicted`), ends the slot, and the lease ends like any
-other. The guard of `occupy` and the one of `make_room` exclude each other: one sees `job_id`, the other `evicted_at`.
+(`IdleModels`); their worker hears of it at its next heartbeat (`evicted`), ends the slot, and the lease ends like any
+other. The guards exclude each other: who occupies sees `evicted_at`, who evicts sees `job_id`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from sqlalchemy import Connection, select, update
 
-from orchestrator.leases import ResidentSlot, Terms
+from orchestrator.leases import ResidentSlot
 from orchestrator.placement import Ask, Cluster, Resident, evictions
 from orchestrator.store.dialect import seconds_since, utc_now
 from orchestrator.store.schema import lease_gpus, leases
@@ -78,19 +79,34 @@ def warm_nodes(conn: Connection, models: Collection[str]) -> dict[str, frozenset
     return {model: frozenset(row.node_id for row in rows if row.model_id == model) for model in models}
 
 
-def make_room(conn: Connection, cluster: Cluster, ask: Ask, terms: Terms) -> int:
-    """Ask as many idle warm models to leave as this request needs; how many were asked."""
-    chosen = evictions(cluster, ask, _idle(conn, ask.node_id), terms.resident_min_s)
-    if not chosen:
+class IdleModels:
+    """Warm models that do nothing, looked up when somebody in a batch of requests first needs their room."""
+
+    def __init__(self, conn: Connection, min_s: float, node_id: str | None = None) -> None:
+        self._conn = conn
+        self._min_s = min_s
+        self._node_id = node_id
+        self._idle: list[Resident] | None = None
+
+    def make_room(self, cluster: Cluster, ask: Ask) -> int:
+        """Ask as many to leave as this request needs; how many were asked."""
+        if self._idle is None:
+            self._idle = _idle(self._conn, self._node_id)
+        chosen = evictions(cluster, ask, self._idle, self._min_s) if self._idle else ()
+        self._idle = [resident for resident in self._idle if resident not in chosen]
+        return _tell_to_leave(self._conn, [resident.key for resident in chosen])
+
+
+def _tell_to_leave(conn: Connection, keys: Sequence[str]) -> int:
+    """Whoever holds a row is about to use or to end it, and is not waited for.
+
+    That keeps this free of deadlocks: all others lock leases before GPUs, and here GPUs may be locked already.
+    """
+    if not keys:
         return 0
-    # Whoever holds a row is about to use or to end it. Not waiting for them is what keeps this free of deadlocks:
-    # all others lock leases before GPUs, and here GPUs may be locked already.
-    keys = [resident.key for resident in chosen]
-    free = conn.execute(
-        select(leases.c.token).where(leases.c.token.in_(keys), *_IDLE).with_for_update(skip_locked=True)
-    ).scalars()
-    asked = conn.execute(update(leases).where(leases.c.token.in_(list(free)), *_IDLE).values(evicted_at=utc_now()))
-    return asked.rowcount
+    mine = select(leases.c.token).where(leases.c.token.in_(keys), *_IDLE).with_for_update(skip_locked=True)
+    free = list(conn.execute(mine).scalars())
+    return conn.execute(update(leases).where(leases.c.token.in_(free), *_IDLE).values(evicted_at=utc_now())).rowcount
 
 
 def _idle(conn: Connection, node_id: str | None) -> list[Resident]:
@@ -105,18 +121,18 @@ def _idle(conn: Connection, node_id: str | None) -> list[Resident]:
         )
         .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
         .where(*_IDLE)
+        .order_by(leases.c.token, lease_gpus.c.gpu_uuid)
     )
     rows = conn.execute(query.where(leases.c.node_id == node_id) if node_id else query).all()
-    uuids: dict[str, list[str]] = {}
-    for row in rows:
-        uuids.setdefault(row.token, []).append(row.gpu_uuid)
-    first = {row.token: row for row in reversed(rows)}
-    return [
-        Resident(
-            token, tuple(sorted(uuids[token])), row.memory_mb, float(row.idle_s), float(row.resident_s), row.pinned
+    found = []
+    for token, group in groupby(rows, key=lambda row: row.token):
+        shares = list(group)
+        uuids = tuple(share.gpu_uuid for share in shares)
+        one = shares[0]
+        found.append(
+            Resident(token, uuids, one.memory_mb, float(one.idle_s), float(one.resident_s), pinned=bool(one.pinned))
         )
-        for token, row in first.items()
-    ]
+    return found
 
 
 def evicted(conn: Connection, worker_id: str, node_id: str) -> list[str]:

@@ -7,8 +7,8 @@ from sqlalchemy import insert
 from orchestrator.errors import GpuUnavailable
 from orchestrator.gpu import Health
 from orchestrator.gpu.reasons import reason_of
-from orchestrator.leases import Denied, Granted, LeaseRequest
-from orchestrator.store import leases, schema
+from orchestrator.leases import Denied, Granted, LeaseRequest, Terms
+from orchestrator.store import grants, schema
 from tests.factories import STALE_S
 
 A, B = "GPU-aaaa", "GPU-bbbb"
@@ -118,7 +118,7 @@ def test_no_lease_is_granted_on_any_of_these(db, driver, gpus):
     db.write(lambda conn: conn.execute(insert(schema.gpus), [row(node, gpu) for node, gpu in samples.items()]))
     for node, gpu in samples.items():
         request = LeaseRequest(agent="a", memory_mb=1, ttl_s=60.0)
-        (answer,) = db.write(lambda conn, r=request, n=node: leases.grant(conn, [r], STALE_S, n))
+        (answer,) = db.write(lambda conn, r=request, n=node: grants.grant(conn, [r], Terms(STALE_S), n))
         if node == "fine":
             assert isinstance(answer, Granted)
         else:

@@ -42,7 +42,9 @@ def test_the_locks_of_a_frozen_worker_end_before_it_is_declared_dead(cluster, or
 
 def freeze_inside_a_transaction(cluster, worker):
     """Let its heartbeat wait for a row that we hold, stop it there, and let go: now it owns every lock it asked for."""
-    waits = text("SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'INSERT INTO gpus%' AND time_ms > 50")
+    waits = text(
+        "SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'INSERT INTO gpus%' AND time_ms > 50"
+    )
     with cluster.db.engine.begin() as holder:
         holder.execute(select(schema.gpus).with_for_update()).all()
         wait_until(lambda: cluster.db.read(lambda conn: conn.execute(waits).scalar_one()), what="a waiting heartbeat")
