@@ -91,6 +91,7 @@ class Session:
             self._lifeline,
             leased_until=lambda: self._keepalive.leased_until if self._keepalive else math.inf,
         )
+        self._custody = Custody(self._gpus, self._slots, self._write_down)
         self._ledger = Ledger(
             self._db,
             self._lane,
@@ -111,12 +112,11 @@ class Session:
             self._ledger,
             self._held,
             settings,
-            no_room=lambda claims: self._custody.no_room(claims),
+            no_room=self._custody.no_room,
             on_read=self._read,
             on_refused=self._refused,
             on_denied=self._denied,
         )
-        self._custody = Custody(self._gpus, self._slots, self._write_down)
 
     def begin(self) -> None:
         """Start the slots, register once their handlers are known, then take jobs."""
