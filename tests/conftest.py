@@ -19,6 +19,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import schema
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
+from tests.gpu.driver import MissingCompilerError, build
 from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey
 
 S = TypeVar("S", bound=Server)
@@ -71,6 +72,17 @@ def redis_server() -> Iterator[Redis]:
 def valkey_server() -> Iterator[Valkey]:
     with new_server(Valkey) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for the NVIDIA driver: `Driver(path, driver_library).environment()` is all a process needs."""
+    try:
+        return build(tmp_path_factory.mktemp("driver"))
+    except MissingCompilerError as missing:
+        if os.environ.get("CI"):
+            pytest.fail(f"{missing}, and CI is set")
+        pytest.skip(f"{missing}; `make test` as root installs it on Debian")
 
 
 # --- addresses ---

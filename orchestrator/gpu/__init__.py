@@ -1,7 +1,12 @@
 """What a node's GPUs look like right now. A backend turns hardware (or its simulation) into `Gpu` snapshots.
 
-`nvml` is the only importer of pynvml, `simulated` keeps GPUs in files, `watch` bounds the time any backend may take,
-`processes` finds out whose processes use the memory.
+- `nvml`: questions to the driver, the only importer of pynvml; `reasons`: what its refusals mean and what to do
+- `inventory`: the real GPUs, with what became of those that no longer answer; `simulated`: GPUs kept in files
+- `sampling`: what every backend answers from a fresh sample; `backends`: which one a node uses
+- `watch`: bounds the time that any of them may take
+- `processes`: finds out whose processes use the memory
+
+Unknown is not zero: a GPU or a process list that nobody can tell about is never reported as free or empty.
 """
 
 from __future__ import annotations

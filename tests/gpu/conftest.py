@@ -1,31 +1,20 @@
 """The stand-in driver, built once and loaded into this process once; each test has GPUs of its own."""
 
 import ctypes
-import os
 from pathlib import Path
 
 import pytest
 
 from orchestrator.gpu import processes
 from orchestrator.gpu.inventory import NvmlGpus
-from tests.gpu.driver import VARIABLE, Driver, MissingCompilerError, build
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return build(tmp_path_factory.mktemp("driver"))
-    except MissingCompilerError as missing:
-        if os.environ.get("CI"):
-            pytest.fail(f"{missing}, and CI is set")
-        pytest.skip(f"{missing}; `make test` as root installs it on Debian")
+from tests.gpu.driver import VARIABLE, Driver
 
 
 @pytest.fixture
-def driver(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(driver_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """What the binding finds in this process from now on: a library that is loaded is found by its name alone."""
-    ctypes.CDLL(str(library))
-    driver = Driver(tmp_path / "gpus", library)
+    ctypes.CDLL(str(driver_library))
+    driver = Driver(tmp_path / "gpus", driver_library)
     monkeypatch.setenv(VARIABLE, str(driver.path))
     # Tests may run in a container, where this is not so; one test says otherwise.
     monkeypatch.setattr(processes, "driver_ids_are_ours", lambda: True)

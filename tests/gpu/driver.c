@@ -245,10 +245,11 @@ int nvmlDeviceGetMemoryInfo_v2(Handle *handle, Memory2 *memory)
     LEAVE(SUCCESS);
 }
 
-static int running(const char *list, Handle *handle, unsigned int *count, Process *found)
+static int running(const char *list, const char *version, Handle *handle, unsigned int *count, Process *found)
 {
     ENTER(list, handle);
     if ((code = fault(&world, "processes", handle->uuid))) LEAVE(code);
+    if ((code = fault(&world, version, handle->uuid))) LEAVE(code);
     unsigned int room = *count, needed = 0;
     for (int i = 0; i < world.count; i++) {
         Line *line = &world.lines[i];
@@ -267,9 +268,9 @@ static int running(const char *list, Handle *handle, unsigned int *count, Proces
 
 #define RUNNING(name, list) \
     int nvmlDeviceGet##name##RunningProcesses_v2(Handle *handle, unsigned int *count, Process *found) \
-    { return running(list, handle, count, found); } \
+    { return running(list, "processes_v2", handle, count, found); } \
     int nvmlDeviceGet##name##RunningProcesses_v3(Handle *handle, unsigned int *count, Process *found) \
-    { return running(list, handle, count, found); }
+    { return running(list, "processes_v3", handle, count, found); }
 RUNNING(Compute, "compute")
 RUNNING(Graphics, "graphics")
 RUNNING(MPSCompute, "mps")
@@ -372,7 +373,7 @@ int nvmlDeviceGetMaxMigDeviceCount(Handle *handle, unsigned int *count)
 
 int nvmlDeviceGetMigDeviceHandleByIndex(Handle *handle, unsigned int index, Handle **found)
 {
-    ENTER("mig", handle);
+    ENTER("slice", handle);
     for (int i = 0; i < world.count; i++) {
         Line *line = &world.lines[i];
         if (!is(line, "slice") || !has(line, "card", handle->uuid) || number(line, "position") != index) continue;
@@ -513,5 +514,7 @@ int nvmlEventSetWait_v2(EventSet *set, Event *found, unsigned int timeout_ms)
             LEAVE(SUCCESS);
         }
     }
+    for (int j = 0; j < set->count; j++) /* one lost card spoils the whole set */
+        if ((code = fault(&world, "wait", set->cards[j]->uuid))) LEAVE(code);
     LEAVE(TIMEOUT);
 }

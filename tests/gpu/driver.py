@@ -39,9 +39,11 @@ def build(folder: Path) -> Path:
 
 
 class Driver:
-    """GPUs by their UUIDs, sizes in MB. `call` names a part of the driver: init, count, handle, uuid, name, pci, mig,
-    memory (memory_v1, memory_v2), processes (compute, graphics, mps), utilization, temperature, ecc, remap, retired,
-    fields, events, register, wait, version; `device` is all that one GPU answers.
+    """GPUs by their UUIDs, sizes in MB.
+
+    `call` names a part of the driver: init, count, handle, uuid, name, pci, mig, slice, memory (memory_v1, memory_v2),
+    processes (of one version: processes_v2, processes_v3; of one kind: compute, graphics, mps), utilization,
+    temperature, ecc, remap, retired, fields, events, register, wait, version; `device` is all that one GPU answers.
     """
 
     def __init__(self, path: Path, library: Path) -> None:

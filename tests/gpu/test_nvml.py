@@ -89,6 +89,12 @@ def test_megabytes_are_rounded_against_whoever_asks(driver, gpus):
     assert one(gpus).free_mb == 989
 
 
+def test_free_memory_never_exceeds_what_may_be_leased(driver, gpus):
+    driver.add_gpu(A, 10_000, reserved_mb=900)
+    driver.set_used(A, -50)
+    assert (one(gpus).total_mb, one(gpus).free_mb, one(gpus).used_mb) == (9100, 9100, 0)
+
+
 # Unified memory.
 
 
@@ -172,6 +178,15 @@ def test_a_device_that_draws_nothing_and_knows_no_mps_still_has_a_list(driver, g
     assert held(one(gpus)) == {101: 400}
     driver.heal("mps")
     driver.fail("mps", 999)
+    assert one(gpus).processes is None
+
+
+def test_an_older_driver_has_the_process_list_under_another_name(driver, gpus):
+    driver.add_gpu(A)
+    driver.set_processes(A, (101, 400))
+    driver.fail("processes_v3", 13)
+    assert held(one(gpus)) == {101: 400}
+    driver.fail("processes_v2", 13)
     assert one(gpus).processes is None
 
 
@@ -358,6 +373,14 @@ def test_a_slice_that_vanishes_is_lost(driver, gpus):
     assert (found["MIG-2"].health, found[B].health) == (Health.OK, Health.OK)
 
 
+def test_slices_that_cannot_be_listed_are_unknown_and_not_gone(driver, gpus):
+    split(driver)
+    gpus.sample()
+    driver.fail("slice", 999, A)
+    found = by_uuid(gpus)
+    assert [found[uuid].health for uuid in ("MIG-1", "MIG-2", B)] == [Health.UNKNOWN, Health.UNKNOWN, Health.OK]
+
+
 def test_mig_turned_off_and_on(driver, gpus):
     split(driver)
     gpus.sample()
@@ -465,6 +488,20 @@ def test_without_events_there_are_still_gpus(driver, gpus, call):
     assert one(gpus).health is Health.OK
 
 
+def test_a_driver_that_opens_but_has_no_events_is_let_go(driver, gpus, monkeypatch):
+    stop = Mock(side_effect=nvml.stop)
+    monkeypatch.setattr(nvml, "stop", stop)
+    driver.fail("events", 999)
+    with pytest.raises(GpuUnavailable):
+        gpus.sample()
+    assert stop.call_count == 1
+
+
+def test_a_card_is_registered_for_events_once(driver, gpus):
+    driver.add_gpu(A)
+    assert {one(gpus).health for _ in range(70)} == {Health.OK}
+
+
 def test_events_that_cannot_be_read_close_all_gates(driver, gpus):
     driver.add_gpu(A)
     gpus.sample()
@@ -483,10 +520,7 @@ def test_a_lost_card_does_not_deafen_us_for_the_others(driver, gpus):
     gpus._reopen_s = 3600.0
     gpus.sample()
     driver.lose(A)
-    driver.fail("wait", 15)
     assert [gpu.health for gpu in gpus.sample()] == [Health.LOST, Health.OK]
-    driver.heal("wait")
-    gpus.sample()
     driver.xid(B, 48)
     assert [gpu.health for gpu in gpus.sample()] == [Health.LOST, Health.UNHEALTHY]
 
