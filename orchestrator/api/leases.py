@@ -31,6 +31,8 @@ class LeaseBody(BaseModel):
     gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
     cpu_fallback: bool = False
     node_id: Name | None = None
+    #: The process that will use the memory, on that node: the sampler then knows whose memory it sees.
+    pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
 
 
 @router.post("", openapi_extra=documented(LeaseBody.model_json_schema()))

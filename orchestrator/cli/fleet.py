@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import click
 
-from orchestrator.cli.http import Api, with_api
+from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_table
+from orchestrator.client.api import Api
 
 _LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
 _WORKERS = ("worker_id", "pool_id", "status", "slots", "busy", "jobs_done", "jobs_failed", "last_heartbeat")
