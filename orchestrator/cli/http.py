@@ -9,20 +9,27 @@ from typing import Any
 import click
 
 from orchestrator.cli.options import Command
-from orchestrator.client.api import DEFAULT_URL, URL_VARIABLE, Api
+from orchestrator.client.api import DEFAULT_URL, URL_VARIABLE, Api, host_of
 from orchestrator.errors import ConfigError
 
 
-def with_url(command: Command) -> Command:
-    option: Callable[[Command], Command] = click.option(
-        "--url",
-        envvar=URL_VARIABLE,
-        default=DEFAULT_URL,
-        show_default=True,
-        show_envvar=True,
-        help="Address of the server.",
-    )
-    return option(command)
+def _checked(_context: click.Context, _parameter: click.Parameter, url: str) -> str:
+    try:
+        host_of(url)
+    except ConfigError as wrong:
+        raise click.BadParameter(str(wrong)) from None
+    return url
+
+
+with_url: Callable[[Command], Command] = click.option(
+    "--url",
+    envvar=URL_VARIABLE,
+    default=DEFAULT_URL,
+    show_default=True,
+    show_envvar=True,
+    callback=_checked,
+    help="Address of the server.",
+)
 
 
 def with_api(command: Command) -> Command:
@@ -30,13 +37,6 @@ def with_api(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*args: Any, url: str, **kwargs: Any) -> Any:
-        return command(_open(url), *args, **kwargs)
+        return command(Api(url), *args, **kwargs)
 
     return with_url(call)
-
-
-def _open(url: str) -> Api:
-    try:
-        return Api(url)
-    except ConfigError as wrong:
-        raise click.BadParameter(str(wrong), param_hint="--url") from None

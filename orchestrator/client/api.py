@@ -33,9 +33,9 @@ class Api:
     """Threads may share one."""
 
     def __init__(self, url: str) -> None:
-        """Connects to nothing yet. Raises ConfigError when this is no URL of a server."""
+        """Connects to nothing yet. Raises ConfigError as `host_of` does."""
         # A proxy meant for the internet must not be asked for this machine.
-        local = _host(url) in {"127.0.0.1", "::1", "localhost"}
+        local = host_of(url) in {"127.0.0.1", "::1", "localhost"}
         self.url = url.rstrip("/")
         self._client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=not local)
 
@@ -86,7 +86,8 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _host(url: str) -> str:
+def host_of(url: str) -> str:
+    """Raises ConfigError when this is no URL of a server."""
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, UnicodeError) as wrong:

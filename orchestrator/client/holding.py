@@ -124,6 +124,11 @@ class Leasing:
         if error is None and self._given[3] is None:
             held.check()
 
+    def __del__(self) -> None:
+        """The error may come between the last step of the block and the first of `__exit__`, which then never runs."""
+        if self._held is not None and self._held.lost.is_set():
+            self._held.leave()
+
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.iscoroutinefunction(function):
             raise TypeError("a lease decorates plain functions; use `with lease(…)` inside of the coroutine")

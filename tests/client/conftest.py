@@ -1,4 +1,4 @@
-"""A whole orchestrator behind real HTTP with GPUs that are rows, and the means to end leases behind their holders' backs."""
+"""A whole orchestrator behind real HTTP, with GPUs that are rows; programs that use it."""
 
 import os
 import subprocess
