@@ -283,7 +283,7 @@ def test_a_restart_of_the_server_within_the_time_to_live_loses_nothing(cluster_s
         port = free_port()
         first, url = cluster.serve(port=port)
         orchestrator = Orchestrator(url, cluster.db)
-        with lease(min_memory_mb=1, url=url, node_id=NODE, ttl_seconds=20.0) as held:
+        with lease(min_memory_mb=1, url=url, node_id=NODE, ttl_seconds=15.0) as held:
             first.kill()
             missed = lambda: "heartbeat of the GPU lease failed" in caplog.text
             wait_until(missed, timeout=PATIENCE_S, what="the server is missed")
