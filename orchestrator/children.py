@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 # PR_SET_PDEATHSIG (1) survives exec, so the child keeps the process id that Popen knows. Not a preexec_fn:
 # that is unsafe once there are threads. A parent gone before prctl sends no signal, hence the second look.
@@ -23,6 +26,37 @@ os.execv(sys.argv[2], sys.argv[2:])
 def dying_with_parent(command: Sequence[str]) -> list[str]:
     """The command, to be killed with the *thread* that starts it: choose one that outlives it."""
     return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+# As above, and then like a shell: what the interpreter changed for itself is put back, and a program that cannot be
+# started is told by the exit code that shells use.
+_BECOME = """
+import ctypes, os, signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(number, signal.SIG_DFL)
+try:
+    os.execv(sys.argv[2], sys.argv[3:])
+except OSError as error:
+    print(f"gpuorch: {sys.argv[3]}: {error.strerror}", file=sys.stderr)
+    sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+"""
+
+
+def becoming(program: str, command: Sequence[str]) -> list[str]:
+    """The command, found at `program`, as a person starts it in a shell; it dies with us as above."""
+    return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), program, *command]
+
+
+def adopt_orphans() -> None:
+    """From now on, descendants whose parents are gone become our children instead of init's: none gets away."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -24,6 +24,7 @@ COMMANDS = {
     "migrate": "schema",
     "check-config": "configuration",
     "doctor": "doctor",
+    "run": "leased",
     "jobs": "jobs",
     "dlq": "dlq",
     "leases": "fleet",

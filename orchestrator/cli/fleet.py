@@ -6,23 +6,14 @@ from collections.abc import Sequence
 
 import click
 
-from orchestrator.cli.http import Api, with_api
+from orchestrator.cli.bars import print_gpus
+from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_table
+from orchestrator.client.api import Api
 
 _LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
 _WORKERS = ("worker_id", "pool_id", "status", "slots", "busy", "jobs_done", "jobs_failed", "last_heartbeat")
-_GPUS = (
-    "node_id",
-    "gpu_index",
-    "name",
-    "total_mb",
-    "usable_mb",
-    "leased_mb",
-    "foreign_mb",
-    "health",
-    "gpu_uuid",
-)
 
 
 @click.group()
@@ -55,8 +46,12 @@ def list_workers(api: Api, *, as_json: bool) -> None:
 @with_api
 @as_json
 def gpus(api: Api, *, as_json: bool) -> None:
-    """List GPUs and what is free on them."""
-    _show(api, "/gpus", "gpus", _GPUS, as_json=as_json)
+    """Show GPUs by node: what is leased, used by others, free, or closed and why."""
+    answer = api.get("/gpus")
+    if as_json:
+        print_json(answer)
+    else:
+        print_gpus(answer["gpus"])
 
 
 def _show(api: Api, path: str, key: str, columns: Sequence[str], *, as_json: bool) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.http import Api, job_path, with_api
+from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
+from orchestrator.client.api import Api, job_path
 from orchestrator.jobs import TERMINAL, Status
 
 #: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.

@@ -23,14 +23,14 @@ def print_json(value: object) -> None:
 
 def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str = "nothing to show") -> None:
     """One line per row, cut to the terminal's width; piped, nothing is cut."""
-    lines = [[_cell(row.get(column)) for column in columns] for row in rows]
+    lines = [[printable(row.get(column)) for column in columns] for row in rows]
     if not lines:
         click.echo(empty)
         return
     table = [[column.upper() for column in columns], *lines]
     widths = _widths(table, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     for line in table:
-        cells = [_cut(text, width).ljust(width) for text, width in zip(line, widths, strict=True)]
+        cells = [cut(text, width).ljust(width) for text, width in zip(line, widths, strict=True)]
         click.echo(GAP.join(cells).rstrip())
 
 
@@ -39,7 +39,7 @@ def print_record(record: Mapping[str, Any]) -> None:
     shown = {key: value for key, value in record.items() if value not in (None, [])}
     width = max(map(len, shown), default=0)
     for key, value in shown.items():
-        click.echo(f"{key.ljust(width)}{GAP}{_cell(value)}")
+        click.echo(f"{key.ljust(width)}{GAP}{printable(value)}")
 
 
 def print_events(events: Iterable[Mapping[str, Any]]) -> None:
@@ -60,11 +60,12 @@ def _widths(table: Sequence[Sequence[str]], limit: int | None) -> list[int]:
     return widths
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _cell(value: object) -> str:
+def printable(value: object) -> str:
+    """A value as a cell; nothing in it does anything to the terminal."""
     if value is None or value == "":
         return "-"
     text = value if isinstance(value, str) else json.dumps(value, default=_plain, ensure_ascii=False)

@@ -12,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from orchestrator import errors, settings
 from orchestrator.api import cluster, dlq, health, job_actions, jobs, leases, problems, submit
 from orchestrator.cli import gpuorch
+from orchestrator.client import errors as client_errors
 from orchestrator.jobs import Status
 from orchestrator.leader.duties import DUTIES
 from orchestrator.telemetry import metrics
@@ -66,8 +67,9 @@ def metric_labels() -> dict[str, tuple[str, ...]]:
 
 
 def error_codes() -> set[str]:
-    found = [value for module in (errors, problems) for value in vars(module).values()]
-    ours = {c.code for c in found if inspect.isclass(c) and issubclass(c, errors.OrchestratorError)}
+    found = [value for module in (errors, problems, client_errors) for value in vars(module).values()]
+    named = (errors.OrchestratorError, client_errors.LeaseLost)
+    ours = {c.code for c in found if inspect.isclass(c) and issubclass(c, named)}
     return ours | set(problems.FRAMEWORK_CODES.values()) | {"result_not_ready", "http_error"}
 
 
@@ -94,7 +96,8 @@ def wrong_command(line: str) -> str | None:
             return f"no such command: {line}"
         command, words = found, words[1:]
     options = {name for parameter in command.params for name in parameter.opts}
-    unknown = [word for word in words if word.startswith("--") and word not in options]
+    ours = words[: words.index("--")] if "--" in words else words
+    unknown = [word for word in ours if word.startswith("--") and word not in options]
     return f"no option {unknown[0]}: {line}" if unknown else None
 
 
@@ -184,7 +187,14 @@ def test_a_link_that_leads_nowhere_is_seen():
 
 
 @pytest.mark.parametrize(
-    "line", ["gpuorch frobnicate", "gpuorch jobs", "gpuorch leader --force", "gpuorch jobs burn X"]
+    "line",
+    [
+        "gpuorch frobnicate",
+        "gpuorch jobs",
+        "gpuorch leader --force",
+        "gpuorch jobs burn X",
+        "gpuorch run --gpus 1 -- true",
+    ],
 )
 def test_a_command_that_does_not_exist_is_seen(line):
     assert wrong_command(line)

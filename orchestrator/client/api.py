@@ -1,0 +1,111 @@
+"""One server over HTTP: where it is, what its answers mean. The command line and the lease client speak through it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from orchestrator.client.errors import Refused, ServerUnreachable
+from orchestrator.errors import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8008"
+#: Names the server for those who give no URL.
+URL_VARIABLE = "GPUORCH_URL"
+#: Seconds to connect and to answer; what a long poll waits comes on top.
+TIMEOUT_S = 15.0
+_NOTHING: Mapping[str, object] = MappingProxyType({})
+_TOKEN = re.compile(r"(/leases/)[^/]+")
+
+
+def default_url() -> str:
+    return os.environ.get(URL_VARIABLE) or DEFAULT_URL
+
+
+class Api:
+    """Threads may share one."""
+
+    def __init__(self, url: str) -> None:
+        """Connects to nothing yet. Raises ConfigError as `host_of` does."""
+        # A proxy meant for the internet must not be asked for this machine.
+        local = host_of(url) in {"127.0.0.1", "::1", "localhost"}
+        self.url = url.rstrip("/")
+        self._client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=not local)
+
+    def get(self, path: str, params: Mapping[str, object] = _NOTHING, wait_s: float = 0.0) -> Any:
+        given = {key: _encodable(str(value)) for key, value in params.items() if value is not None}
+        return self._send("GET", path, params=given, timeout=TIMEOUT_S + wait_s)
+
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        wait_s: float = 0.0,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Any:
+        given = {} if body is None else {"json": dict(body)}
+        return self._send("POST", path, timeout=timeout_s + wait_s, **given)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _send(self, method: str, path: str, **how: Any) -> Any:
+        """The answer's JSON. Raises ServerUnreachable or Refused."""
+        if "json" in how:
+            # The library's own encoder breaks on what the server would refuse by name: NaN, half a character.
+            how |= {"content": json.dumps(how.pop("json")), "headers": {"Content-Type": "application/json"}}
+        try:
+            response = self._client.request(method, path, **how)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ServerUnreachable(self.url, str(error) or type(error).__name__) from None
+        if not response.is_success:
+            raise Refused(response)
+        try:
+            return response.json()
+        except ValueError:
+            raise Refused(response) from None
+
+
+def job_path(job_id: str, *more: str) -> str:
+    return "/".join(["/jobs", quote(_encodable(job_id), safe=""), *more])
+
+
+def lease_path(token: str, action: str) -> str:
+    return f"/leases/{quote(_encodable(token), safe='')}/{action}"
+
+
+def _encodable(text: str) -> str:
+    """An argument that is no UTF-8 comes with halves of characters in their places; no name has those."""
+    return text.encode(errors="replace").decode()
+
+
+def host_of(url: str) -> str:
+    """Raises ConfigError when this is no URL of a server."""
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, UnicodeError) as wrong:
+        raise ConfigError(str(wrong)) from None
+    if parsed.scheme not in {"http", "https"} or not parsed.host:
+        raise ConfigError("the URL must be http://HOST:PORT or https://HOST")
+    return parsed.host
+
+
+class _HideTokens(logging.Filter):
+    """The library logs every URL at level INFO, and whoever has a lease's token can end the lease."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                _TOKEN.sub(r"\1***", str(value)) if isinstance(value, httpx.URL) else value for value in record.args
+            )
+        return True
+
+
+logging.getLogger("httpx").addFilter(_HideTokens())

@@ -1,0 +1,166 @@
+"""Asking for a lease until it is granted, or until the caller's patience is over."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from orchestrator.client.api import Api, lease_path
+from orchestrator.client.errors import LeaseDenied, Refused, ServerUnreachable
+from orchestrator.errors import OrchestratorError
+from orchestrator.names import is_name
+
+log = logging.getLogger(__name__)
+
+#: Seconds for which a server that did answer before may be away while we wait for a lease: it restarts.
+AWAY_S = 120.0
+#: Seconds before the next try where the server does not say.
+RETRY_S = 1.0
+#: Holders stop this part of the time to live before the end, but at most so many seconds: memory that is given to
+#: others must be out of use by then.
+MARGIN, MARGIN_MAX_S = 0.2, 5.0
+
+_BUSY = frozenset({429, 503})
+
+
+def this_node() -> str:
+    """The name that the worker of this machine registers it under."""
+    return os.environ.get("ORCH_NODE_ID") or socket.gethostname()
+
+
+def this_user() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as containers have
+        name = ""
+    return name if name and is_name(name) else "anonymous"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for; the names are those of POST /leases."""
+
+    min_memory_mb: int
+    agent: str
+    ttl_seconds: float
+    gpu_count: int
+    cpu_fallback: bool
+    node_id: str
+
+    def body(self) -> dict[str, object]:
+        """With our process id: the node's sampler knows whose memory it sees, ours and our children's."""
+        return asdict(self) | {"pid": os.getpid()}
+
+
+@dataclass(frozen=True)
+class Grant:
+    token: str = field(repr=False)
+    mode: str
+    node_id: str | None
+    gpu_uuids: tuple[str, ...]
+    gpu_indexes: tuple[int, ...]
+    ttl_s: float
+    #: Our monotonic time before the request was sent: the server cannot have counted from earlier.
+    asked_at: float
+
+    @property
+    def margin_s(self) -> float:
+        return min(MARGIN * self.ttl_s, MARGIN_MAX_S)
+
+    @property
+    def until(self) -> float:
+        return self.trusted_from(self.asked_at)
+
+    def trusted_from(self, sent_at: float) -> float:
+        """How long a renewal sent then lets us use the GPU, by our own clock. The server's is not compared."""
+        return sent_at + self.ttl_s - self.margin_s
+
+
+@dataclass(frozen=True)
+class NotNow:
+    """`error` is what to raise when there is no time left to try again."""
+
+    reason: str
+    retry_after_s: float
+    error: OrchestratorError | None = None
+
+
+class Asking:
+    """One caller's wait. `on_wait` is told each reason that differs from the last."""
+
+    def __init__(self, api: Api, wanted: Wanted, wait_s: float | None, on_wait: Callable[[str], None] | None) -> None:
+        self._api, self._wanted = api, wanted
+        self._on_wait = on_wait or _log_wait
+        self._began = time.monotonic()
+        self._deadline = float("inf") if wait_s is None else self._began + wait_s
+        self._answered_at: float | None = None
+        self._told = ""
+
+    def wait(self) -> Grant:
+        """Raises LeaseDenied, ServerUnreachable, or Refused for a request that waiting does not mend."""
+        while True:
+            answer = self._ask()
+            if isinstance(answer, Grant):
+                return answer
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise answer.error or LeaseDenied(answer.reason, time.monotonic() - self._began)
+            self._tell(answer.reason)
+            # Never earlier than told, and not all who wait at the same moment.
+            time.sleep(min(left, answer.retry_after_s * random.uniform(1.0, 1.5)))
+
+    def _ask(self) -> Grant | NotNow:
+        asked_at = time.monotonic()
+        try:
+            answer = self._api.post("/leases", self._wanted.body())
+        except ServerUnreachable as away:
+            if self._answered_at is None or time.monotonic() - self._answered_at > AWAY_S:
+                raise
+            return NotNow(str(away), RETRY_S, away)
+        except Refused as refused:
+            if refused.status not in _BUSY:
+                raise
+            self._answered_at = time.monotonic()
+            return NotNow(str(refused), refused.retry_after_s or RETRY_S, refused)
+        self._answered_at = time.monotonic()
+        if not answer["granted"]:
+            return NotNow(str(answer["reason"]), float(answer["retry_after"]))
+        return self._in_time(_grant(answer, self._wanted.ttl_seconds, asked_at))
+
+    def _in_time(self, grant: Grant) -> Grant | NotNow:
+        """A lease that is nearly over when its answer arrives is no lease."""
+        if time.monotonic() < grant.until:
+            return grant
+        with suppress(OrchestratorError):
+            self._api.post(lease_path(grant.token, "release"))
+        return NotNow(f"the answer took as long as the lease lasts ({grant.ttl_s:g} s)", RETRY_S)
+
+    def _tell(self, reason: str) -> None:
+        if reason != self._told:
+            self._told = reason
+            self._on_wait(reason)
+
+
+def _grant(answer: dict[str, Any], ttl_s: float, asked_at: float) -> Grant:
+    gpus = answer.get("gpus") or ([answer] if answer["gpu_uuid"] is not None else [])
+    return Grant(
+        token=answer["token"],
+        mode=answer["mode"],
+        node_id=answer["node_id"],
+        gpu_uuids=tuple(gpu["gpu_uuid"] for gpu in gpus),
+        gpu_indexes=tuple(gpu["gpu_index"] for gpu in gpus),
+        ttl_s=ttl_s,
+        asked_at=asked_at,
+    )
+
+
+def _log_wait(reason: str) -> None:
+    log.info("waiting for a GPU lease: %s", reason)

@@ -1,0 +1,72 @@
+"""What can go wrong between a client and a server, as one tree.
+
+OrchestratorError
+├── Unavailable
+│   └── ServerUnreachable  server_unreachable   no answer: wrong address, or nothing runs there
+├── Refused                the server's code    the server answered, and the answer is no
+└── LeaseDenied            lease_denied         no GPU has room, for as long as the caller would wait
+BaseException
+└── LeaseLost              lease_lost           stop using the GPU now: it may be given to others
+"""
+
+from __future__ import annotations
+
+import httpx
+
+from orchestrator.errors import OrchestratorError, Unavailable
+from orchestrator.settings import safe_url
+
+
+class ServerUnreachable(Unavailable):
+    code = "server_unreachable"
+
+    def __init__(self, url: str, cause: object) -> None:
+        super().__init__(
+            f"cannot reach {safe_url(url)} ({cause}); is it running? Start one with `gpuorch dev` or"
+            " `gpuorch serve`, or name another with --url or GPUORCH_URL"
+        )
+
+
+class Refused(OrchestratorError):
+    """The server answered, and the answer is no."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        try:
+            problem = response.json()
+            detail, self.code = str(problem["detail"]), str(problem["code"])
+        except (ValueError, KeyError, TypeError):
+            detail, self.code = f"{response.reason_phrase} (is this a gpuorch server?)", "http_error"
+        self.status = response.status_code
+        self.retry_after_s = _seconds(response.headers.get("Retry-After"))
+        super().__init__(f"{response.status_code} {self.code}: {detail}")
+
+
+class LeaseDenied(OrchestratorError):
+    """`reason` is the server's, with its numbers."""
+
+    code = "lease_denied"
+
+    def __init__(self, reason: str, waited_s: float) -> None:
+        super().__init__(
+            f"no GPU lease after {waited_s:.0f} s: {reason}. Wait longer, ask for less, or allow the CPU as a fallback"
+        )
+        self.reason = reason
+
+
+class LeaseLost(BaseException):
+    """The lease is over while its holder still works: others may be given the memory from now on.
+
+    No Exception: it comes from outside, in the middle of anything, and an `except Exception` that retries a step must
+    not swallow it.
+    """
+
+    code = "lease_lost"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the GPU lease is lost: {reason}; stop using the GPU and ask for a new lease")
+        self.reason = reason
+
+
+def _seconds(text: str | None) -> float | None:
+    """Retry-After as we send it; a proxy's date is as good as nothing."""
+    return float(text) if text is not None and text.isdigit() else None

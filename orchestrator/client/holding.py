@@ -1,0 +1,186 @@
+"""`lease(…)`: GPU memory for as long as a block runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from orchestrator.client import interrupt
+from orchestrator.client.api import Api, default_url
+from orchestrator.client.asking import Asking, Grant, Wanted, this_node, this_user
+from orchestrator.client.errors import LeaseLost
+from orchestrator.client.keeper import Keeper
+from orchestrator.client.visible import visible
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Held:
+    """A lease that is held. It belongs to the process and the thread that took it."""
+
+    def __init__(self, grant: Grant, api: Api, on_lost: Callable[[Held], None] | None) -> None:
+        self.mode = grant.mode
+        self.node_id = grant.node_id
+        self.gpu_uuids = grant.gpu_uuids
+        self.gpu_indexes = grant.gpu_indexes
+        #: Set when the lease is lost, for loops that would rather look than be interrupted.
+        self.lost = threading.Event()
+        self.reason: str | None = None
+        self._on_lost = on_lost
+        self._pid = os.getpid()
+        self._interrupt = interrupt.of_this_thread() if on_lost is None else None
+        self._keeper = Keeper(api, grant, self._lose)
+        visible.show(self, grant.gpu_uuids)
+
+    def __repr__(self) -> str:
+        state = "lost" if self.lost.is_set() else "held"
+        return f"<{self.mode} lease, {state}: {','.join(self.gpu_uuids) or 'no GPU'} on {self.node_id}>"
+
+    def check(self) -> None:
+        """Raise LeaseLost if it is lost."""
+        if self.lost.is_set():
+            raise LeaseLost(self.reason or "")
+
+    def start(self) -> None:
+        self._keeper.start()
+
+    def leave(self) -> None:
+        """Raise no more, give the GPU back, forget which it was. Again is fine."""
+        if os.getpid() != self._pid:
+            return  # a forked child: the lease is its parent's, and so are the threads that keep it
+        if self._interrupt is not None:
+            self._interrupt.close()
+        visible.hide(self)
+        self._keeper.stop()
+
+    def _lose(self, reason: str) -> None:
+        self.reason = reason
+        log.warning("the GPU lease is lost: %s", reason)
+        if self._interrupt is not None:
+            # Before the event is set: whoever sees that must not raise a second time.
+            self._interrupt.send(reason)
+        self.lost.set()
+        if self._on_lost is not None:
+            try:
+                self._on_lost(self)
+            except Exception:
+                log.exception("on_lost of a GPU lease failed")
+
+
+class Leasing:
+    """What `lease` returns: a context manager, and a decorator that takes a lease for each call."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        url: str,
+        wait_s: float | None,
+        on_lost: Callable[[Held], None] | None,
+        on_wait: Callable[[str], None] | None,
+    ) -> None:
+        self._given = (wanted, url, wait_s, on_lost, on_wait)
+        self._held: Held | None = None
+
+    def __enter__(self) -> Held:
+        if self._held is not None:
+            raise RuntimeError("this lease is taken already; call lease(…) again for another one")
+        wanted, url, wait_s, on_lost, on_wait = self._given
+        api = Api(url)
+        try:
+            held = Held(Asking(api, wanted, wait_s, on_wait).wait(), api, on_lost)
+        except BaseException:
+            api.close()
+            raise
+        try:
+            held.start()
+        except BaseException:
+            held.leave()
+            raise
+        self._held = held
+        return held
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held = self._held
+        assert held is not None
+        try:
+            held.leave()
+        except LeaseLost:  # that of another lease, around this one, came just now
+            held.leave()
+            raise
+        finally:
+            self._held = None
+        # Whatever the block did with the error: it did not run under a lease to its end, and must not seem so.
+        if error is None and self._given[3] is None:
+            held.check()
+
+    def __del__(self) -> None:
+        """The error may come between the last step of the block and the first of `__exit__`, which then never runs."""
+        if self._held is not None and self._held.lost.is_set():
+            self._held.leave()
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        if inspect.iscoroutinefunction(function):
+            raise TypeError("a lease decorates plain functions; use `with lease(…)` inside of the coroutine")
+
+        @functools.wraps(function)
+        def leased(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Leasing(*self._given):
+                return function(*args, **kwargs)
+
+        return leased
+
+
+def lease(
+    min_memory_mb: int,
+    *,
+    agent: str | None = None,
+    ttl_seconds: float = 60.0,
+    gpu_count: int = 1,
+    cpu_fallback: bool = False,
+    node_id: str | None = None,
+    url: str | None = None,
+    wait_s: float | None = None,
+    on_lost: Callable[[Held], None] | None = None,
+    on_wait: Callable[[str], None] | None = None,
+) -> Leasing:
+    """GPU memory for a block of code, or for each call of a function that it decorates.
+
+    Take it before the first call of CUDA: inside, CUDA_VISIBLE_DEVICES names the leased GPUs (nothing, for a lease of
+    the CPU), for this process and those it starts. It is renewed by itself and released at the end of the block.
+
+    agent, node_id, url: who asks (default: the user), for which machine (ORCH_NODE_ID, or the name of this host: a
+    lease is of use only where the process runs), which server (GPUORCH_URL, or the local one).
+    ttl_seconds: how long the memory stays taken when this process dies.
+    wait_s: how long to wait for room; None waits for as long as it takes, 0 asks once. `on_wait` is told the reason
+    whenever it changes.
+    on_lost: called instead of raising, from a thread of the client's own.
+
+    When the lease is lost (ended by the server, or not renewed in time because the server is away) LeaseLost is raised
+    in the thread that took it, shortly before others may be given the memory; see `orchestrator.client.interrupt` for
+    what cannot be interrupted. The other threads and child processes of the block are the holder's to stop.
+
+    A forked child works under its parent's lease: the threads that keep it do not exist there, nothing is raised, and
+    leaving the block releases nothing. Let the parent end its children when it loses the lease.
+
+    Raises LeaseDenied, ServerUnreachable, or Refused when the request is wrong.
+    """
+    wanted = Wanted(
+        min_memory_mb=min_memory_mb,
+        agent=agent or this_user(),
+        ttl_seconds=ttl_seconds,
+        gpu_count=gpu_count,
+        cpu_fallback=cpu_fallback,
+        node_id=node_id or this_node(),
+    )
+    return Leasing(wanted, url or default_url(), wait_s, on_lost, on_wait)
