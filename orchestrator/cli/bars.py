@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -47,12 +46,12 @@ def print_gpus(gpus: Iterable[Gpu]) -> None:
         click.echo("no gpus")
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
-    for line in _lines(rows, width, datetime.now(UTC)):
+    for line in _lines(rows, width):
         # Colour leaves a pipe by click's own doing.
         click.echo(line, color=False if os.environ.get("NO_COLOR") else None)
 
 
-def why_closed(gpu: Gpu, now: datetime) -> str | None:
+def why_closed(gpu: Gpu) -> str | None:
     """Why it grants no lease, whatever is free on it; None when it does. What a server does not tell is not so."""
     if gpu.get("quarantined_at"):
         return _because(f"quarantined since {_time(gpu['quarantined_at'])}", gpu.get("quarantine_reason"))
@@ -60,8 +59,8 @@ def why_closed(gpu: Gpu, now: datetime) -> str | None:
         return _because(str(gpu["health"]), gpu.get("health_reason"))
     if not gpu.get("fresh", True):
         return f"not measured since {_time(gpu.get('sampled_at'))}"
-    if _is_ahead(gpu.get("gated_until"), now):
-        return f"closed until {_time(gpu['gated_until'])}"
+    if gpu.get("gate_closed_at"):
+        return f"more memory in use than the gate allows, last at {_time(gpu['gate_closed_at'])}"
     if gpu.get("reserved_for"):
         return f"reserved for {gpu['reserved_for']}"
     return None
@@ -76,12 +75,8 @@ def _time(text: object) -> str:
     return f"{str(text)[:19].replace('T', ' ')} UTC"
 
 
-def _is_ahead(time: str | None, now: datetime) -> bool:
-    return time is not None and datetime.fromisoformat(time) > now
-
-
-def _lines(rows: list[Gpu], width: int, now: datetime) -> Iterator[str]:
-    layout = _Layout(rows, width, now)
+def _lines(rows: list[Gpu], width: int) -> Iterator[str]:
+    layout = _Layout(rows, width)
     for node, group in itertools.groupby(rows, key=lambda gpu: gpu["node_id"]):
         yield click.style(cut(printable(node), width), bold=True)
         yield from map(layout.line, group)
@@ -91,22 +86,22 @@ def _lines(rows: list[Gpu], width: int, now: datetime) -> Iterator[str]:
 class _Layout:
     """`  INDEX NAME BAR TEXT`: the bar gets what the longest text leaves; where that is too little, texts are cut."""
 
-    def __init__(self, rows: list[Gpu], width: int, now: datetime) -> None:
-        self._width, self._now = width, now
+    def __init__(self, rows: list[Gpu], width: int) -> None:
+        self._width = width
         self._index = max(len(str(gpu["gpu_index"])) for gpu in rows)
         self._name = min(width // NAME_SHARE, max(len(printable(gpu.get("name"))) for gpu in rows))
         left = width - len(f"  {'':{self._index}} {'':{self._name}}  ")
-        self._bar = max(BAR_MIN, min(BAR_MAX, left - max(len(_text(gpu, now)) for gpu in rows)))
+        self._bar = max(BAR_MIN, min(BAR_MAX, left - max(len(_text(gpu)) for gpu in rows)))
         self._text = max(0, left - self._bar)
 
     def line(self, gpu: Gpu) -> str:
         name = cut(printable(gpu.get("name")), self._name)
         head = f"  {gpu['gpu_index']:>{self._index}} {name:<{self._name}} "
-        return f"{head}{_bar(gpu, self._bar, self._now)} {cut(_text(gpu, self._now), self._text)}"
+        return f"{head}{_bar(gpu, self._bar)} {cut(_text(gpu), self._text)}"
 
 
-def _text(gpu: Gpu, now: datetime) -> str:
-    closed = why_closed(gpu, now)
+def _text(gpu: Gpu) -> str:
+    closed = why_closed(gpu)
     if closed is not None:
         return printable(closed)
     parts = [f"{_free(gpu)} of {gpu['usable_mb']} MB free"]
@@ -124,9 +119,9 @@ def _free(gpu: Gpu) -> int:
     return max(0, int(gpu["usable_mb"]) - _memory(gpu, "leased") - _memory(gpu, "foreign"))
 
 
-def _bar(gpu: Gpu, width: int, now: datetime) -> str:
+def _bar(gpu: Gpu, width: int) -> str:
     """To scale with the whole memory: leased, foreign, free, and what the gate keeps back."""
-    free = FREE if why_closed(gpu, now) is None else CLOSED
+    free = FREE if why_closed(gpu) is None else CLOSED
     sizes = [(LEASED, _memory(gpu, "leased")), (FOREIGN, _memory(gpu, "foreign")), (free, _free(gpu))]
     total, filled, text = max(1, int(gpu["total_mb"])), 0, ""
     so_far = 0

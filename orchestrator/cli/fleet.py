@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
 import click
 
@@ -29,6 +30,15 @@ def list_leases(api: Api, *, as_json: bool) -> None:
     _show(api, "/leases", "leases", _LEASES, as_json=as_json)
 
 
+@leases.command()
+@click.argument("token")
+@with_api
+def release(api: Api, token: str) -> None:
+    """Release a lease by its secret TOKEN; its memory returns when its processes are gone."""
+    api.post(f"/leases/{quote(token, safe='')}/release")
+    click.echo("released")
+
+
 @click.group()
 def workers() -> None:
     """Workers: the processes that run jobs."""
@@ -42,16 +52,28 @@ def list_workers(api: Api, *, as_json: bool) -> None:
     _show(api, "/workers", "workers", _WORKERS, as_json=as_json)
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @with_api
 @as_json
-def gpus(api: Api, *, as_json: bool) -> None:
+@click.pass_context
+def gpus(ctx: click.Context, api: Api, *, as_json: bool) -> None:
     """Show GPUs by node: what is leased, used by others, free, or closed and why."""
+    if ctx.invoked_subcommand:
+        return
     answer = api.get("/gpus")
     if as_json:
         print_json(answer)
     else:
         print_gpus(answer["gpus"])
+
+
+@gpus.command()
+@click.argument("gpu_uuid")
+@with_api
+def clear(api: Api, gpu_uuid: str) -> None:
+    """End the quarantine of a GPU, after looking who still held its memory (runbook gpu-quarantine)."""
+    cleared = api.post(f"/gpus/{quote(gpu_uuid, safe='')}/clear")["cleared"]
+    click.echo(f"{gpu_uuid} may be leased again" if cleared else f"{gpu_uuid} was not quarantined")
 
 
 def _show(api: Api, path: str, key: str, columns: Sequence[str], *, as_json: bool) -> None:

@@ -220,9 +220,11 @@ def holders(conn: Connection, node_id: str) -> dict[str, list[Holder]]:
 
 
 def list_gpus(conn: Connection, stale_s: float) -> list[dict[str, Any]]:
+    """Every GPU with all that is known; a reservation that ran out is none."""
     fresh = (gpus.c.sampled_at > utc_shift(-stale_s)).label("fresh")
-    rows = conn.execute(select(gpus, fresh).order_by(gpus.c.node_id, gpus.c.gpu_index))
-    return [row._asdict() | {"fresh": bool(row.fresh)} for row in rows]
+    rows = conn.execute(select(gpus, fresh, _RESERVED.label("reserved")).order_by(gpus.c.node_id, gpus.c.gpu_index))
+    found = [row._asdict() for row in rows]
+    return [gpu | {"fresh": bool(gpu["fresh"]), "reserved_for": gpu.pop("reserved")} for gpu in found]
 
 
 # ── quarantine ──────────────────────────────────────────────────────────────────────────────────────────────────

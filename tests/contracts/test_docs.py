@@ -90,7 +90,7 @@ def wrong_command(line: str) -> str | None:
     command: click.Command = gpuorch
     words = shlex.split(line, comments=True)[1:]
     context = click.Context(gpuorch)
-    while isinstance(command, click.Group):
+    while isinstance(command, click.Group) and not (command.invoke_without_command and _is_complete(words)):
         found = command.get_command(context, words[0]) if words else None
         if found is None:
             return f"no such command: {line}"
@@ -99,6 +99,10 @@ def wrong_command(line: str) -> str | None:
     ours = words[: words.index("--")] if "--" in words else words
     unknown = [word for word in ours if word.startswith("--") and word not in options]
     return f"no option {unknown[0]}: {line}" if unknown else None
+
+
+def _is_complete(words: list[str]) -> bool:
+    return not words or words[0].startswith("-")
 
 
 def wrong_path(line: str) -> str | None:

@@ -1,7 +1,6 @@
 """`gpuorch gpus`: bars that fit, and reasons for what is closed."""
 
 import json
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 from orchestrator.cli import bars
 from orchestrator.cli.bars import BAR_MAX, print_gpus, why_closed
 
-NOW = datetime(2026, 8, 1, 12, tzinfo=UTC)
-
 
 def gpu(index: int = 0, **fields: Any) -> dict[str, Any]:
     base = {"node_id": "node-1", "gpu_index": index, "name": "NVIDIA H100", "total_mb": 1000, "usable_mb": 900}
@@ -21,7 +18,7 @@ def gpu(index: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def drawn(*gpus: dict[str, Any], width: int = 400) -> list[str]:
-    return [click.unstyle(line) for line in bars._lines(list(gpus), width, NOW)]
+    return [click.unstyle(line) for line in bars._lines(list(gpus), width)]
 
 
 def test_a_bar_is_to_scale_with_the_whole_memory():
@@ -54,7 +51,7 @@ def test_load_and_heat_are_shown_where_they_are_known():
     ("fields", "reason"),
     [
         ({}, None),
-        ({"health_reason": None, "quarantined_at": None, "gated_until": None, "reserved_for": None}, None),
+        ({"health_reason": None, "quarantined_at": None, "gate_closed_at": None, "reserved_for": None}, None),
         ({"health": "lost", "health_reason": "fell off the bus"}, "lost: fell off the bus"),
         ({"health": "unknown"}, "unknown"),
         ({"fresh": False, "sampled_at": "2026-08-01T10:00:00.123456Z"}, "not measured since 2026-08-01 10:00:00 UTC"),
@@ -62,13 +59,15 @@ def test_load_and_heat_are_shown_where_they_are_known():
             {"quarantined_at": "2026-08-01T10:00:00Z", "quarantine_reason": "pid 4711 does not go", "health": "lost"},
             "quarantined since 2026-08-01 10:00:00 UTC: pid 4711 does not go",
         ),
-        ({"gated_until": "2026-08-01T12:00:01.000000Z"}, "closed until 2026-08-01 12:00:01 UTC"),
-        ({"gated_until": "2026-08-01T11:59:59.000000Z"}, None),
+        (
+            {"gate_closed_at": "2026-08-01T12:00:01.000000Z"},
+            "more memory in use than the gate allows, last at 2026-08-01 12:00:01 UTC",
+        ),
         ({"reserved_for": "job-7"}, "reserved for job-7"),
     ],
 )
 def test_why_a_gpu_is_closed(fields, reason):
-    assert why_closed(gpu(**fields), NOW) == reason
+    assert why_closed(gpu(**fields)) == reason
     _, line, _ = drawn(gpu(**fields))
     assert line.endswith(reason or "900 of 900 MB free")
     assert ("╱" in line) == (reason is not None)
