@@ -34,7 +34,7 @@ typedef struct { char *key, *value; } Field;
 typedef struct { char *kind; Field fields[MAX_FIELDS]; int count; } Line;
 typedef struct { char *text; Line lines[MAX_LINES]; int count; } World;
 typedef struct { char uuid[96]; } Handle; /* lives as long as the library; what it stands for may vanish */
-typedef struct { int used, count; long seen; Handle *cards[64]; } EventSet;
+typedef struct { int used, count, spoiled; long seen; Handle *cards[64]; } EventSet;
 
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } Memory2;
@@ -500,6 +500,7 @@ int nvmlEventSetWait_v2(EventSet *set, Event *found, unsigned int timeout_ms)
 {
     if (!timeout_ms) pause(); /* what some drivers make of it */
     ENTER("wait", NULL);
+    if (set->spoiled) LEAVE(set->spoiled); /* by one lost card, for all others */
     for (int i = 0; i < world.count; i++) {
         Line *line = &world.lines[i];
         if (!is(line, "xid") || number(line, "serial") <= set->seen) continue;
@@ -514,7 +515,7 @@ int nvmlEventSetWait_v2(EventSet *set, Event *found, unsigned int timeout_ms)
             LEAVE(SUCCESS);
         }
     }
-    for (int j = 0; j < set->count; j++) /* one lost card spoils the whole set */
-        if ((code = fault(&world, "wait", set->cards[j]->uuid))) LEAVE(code);
+    for (int j = 0; j < set->count; j++)
+        if ((code = fault(&world, "wait", set->cards[j]->uuid))) LEAVE(set->spoiled = code);
     LEAVE(TIMEOUT);
 }

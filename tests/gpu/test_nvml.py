@@ -87,6 +87,8 @@ def test_megabytes_are_rounded_against_whoever_asks(driver, gpus):
     assert (gpu.total_mb, gpu.free_mb) == (1000, 990)
     driver.change(A, used=(10 << 20) + 6)
     assert one(gpus).free_mb == 989
+    driver._add("process", {"on": A, "pid": 101, "bytes": (10 << 20) + 1, "list": "compute"})
+    assert held(one(gpus)) == {101: 11}
 
 
 def test_free_memory_never_exceeds_what_may_be_leased(driver, gpus):
@@ -333,6 +335,15 @@ def test_a_health_that_changed_is_told_once(driver, gpus, caplog):
     assert told == ["lost", "ok"]
 
 
+def test_a_card_that_cannot_be_identified_is_told_once(driver, gpus, caplog):
+    driver.add_gpu(A)
+    driver.fail("uuid", 4, A)
+    for _ in range(3):
+        assert gpus.sample() == []
+    (told,) = [record for record in caplog.records if "does not identify" in record.message]
+    assert "no permission" in told.reasons[0]
+
+
 # MIG.
 
 
@@ -438,6 +449,17 @@ def test_an_xid_makes_its_gpu_unhealthy_until_the_driver_is_loaded_anew(driver, 
     gpus.sample()
     driver.heal()
     assert by_uuid(gpus)[A].health is Health.OK
+
+
+def test_an_xid_is_not_forgotten_because_the_driver_was_ill_for_a_moment(driver, gpus):
+    driver.add_gpu(A)
+    gpus.sample()
+    driver.xid(A, 48)
+    assert one(gpus).health is Health.UNHEALTHY
+    driver.fail("count", 999)
+    assert one(gpus).health is Health.UNKNOWN
+    driver.heal()
+    assert one(gpus).health is Health.UNHEALTHY
 
 
 @pytest.mark.parametrize("number", [13, 31, 43, 45, 68, 109])
