@@ -16,6 +16,7 @@ from orchestrator.store import schema
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_shift
 from tests.api.conftest import Running, running
+from tests.conftest import SHORT
 from tests.servers import Redis
 
 NODE = "node-1"
@@ -52,26 +53,30 @@ class Orchestrator:
         self.db.write(lambda conn: conn.execute(update(schema.leases).values(expires_at=utc_shift(-1.0))))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster_settings(
-    settings: Callable[..., Settings], redis_server: Redis, sqlite_with_tables: Path, tmp_path: Path
+    redis_server: Redis, sqlite_with_tables: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Settings:
     redis_server.flush()
-    copyfile(sqlite_with_tables, tmp_path / "orchestrator.db")
-    database_url = f"sqlite:///{tmp_path / 'orchestrator.db'}"
-    return settings(database_url=database_url, redis_url=redis_server.url, gpu_stale_s=600.0)
+    file = tmp_path_factory.mktemp("client") / "orchestrator.db"
+    copyfile(sqlite_with_tables, file)
+    given = {"database_url": f"sqlite:///{file}", "redis_url": redis_server.url, "gpu_stale_s": 600.0}
+    return Settings(**(SHORT | given))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def started(cluster_settings: Settings) -> Iterator[Running]:
     with running(cluster_settings) as api:
-        add_gpu(api.db, 0)
         yield api
 
 
 @pytest.fixture
 def server(started: Running, monkeypatch: pytest.MonkeyPatch) -> Orchestrator:
     """With one GPU of 9000 usable MB; where and as whom clients find it stands in the environment."""
+    for rows in (schema.lease_gpus.delete(), schema.leases.delete(), schema.gpus.delete()):
+        with started.db.engine.begin() as connection:
+            connection.execute(rows)
+    add_gpu(started.db, 0)
     url = str(started.http.base_url)
     monkeypatch.setenv("GPUORCH_URL", url)
     monkeypatch.setenv("ORCH_NODE_ID", NODE)
