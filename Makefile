@@ -21,7 +21,7 @@ run: $(VENV)/.runtime ## start the whole system here, with nothing else installe
 	@exec $(BIN)/gpuorch dev --port $(PORT) --data-dir $(DATA_DIR)
 
 test: $(VENV)/.dev servers ## all tests, against private MariaDB, Redis and Valkey servers (ARGS="-x -k lease")
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/python -m tests $(ARGS)
 
 check: $(VENV)/.dev servers ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
