@@ -16,9 +16,11 @@ from math import inf
 from orchestrator.placement.views import Ask
 
 #: Asks below which a mix would be an accident; until then there is none.
-FEWEST_ASKS = 50
+FEWEST_ASKS = 10
 #: Shapes a mix keeps, the most usual ones: memory sizes may be anything, and each shape costs time.
 MOST_SHAPES = 200
+#: Answers a mix remembers for each kind of host: it may live for days.
+MOST_KNOWN = 10_000
 #: Share of the recent asks that must differ from the mix before it is built anew: a new one makes all scores void.
 DRIFT = 0.2
 
@@ -54,17 +56,23 @@ class Takers:
         for need in self._needs:
             self._served.append(self._served[-1] + singles[need])
         self._gangs = tuple((memory_mb, count, share) for (memory_mb, count), share in gangs.items())
-        self._worth: dict[int, float] = {}
+        self._known: dict[tuple[int, ...], float] = {}
 
     def worth(self, free_mb: int) -> float:
         """Of so much free memory on one GPU, the part that is usable, in the mean over those who ask for one GPU."""
-        known = self._worth.get(free_mb)
+        return free_mb * self._served[bisect_right(self._needs, free_mb)]
+
+    def worth_of(self, frees: tuple[int, ...]) -> float:
+        """The same for the GPUs of a node, and for those too who ask for several of them at once."""
+        known = self._known.get(frees)
         if known is None:
-            known = self._worth[free_mb] = free_mb * self._served[bisect_right(self._needs, free_mb)]
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[frees] = sum(map(self.worth, frees)) + self._worth_to_gangs(frees)
         return known
 
-    def worth_to_gangs(self, frees: Sequence[int]) -> float:
-        """The same for those who ask for several GPUs at once: nothing, unless there are enough of them."""
+    def _worth_to_gangs(self, frees: Sequence[int]) -> float:
+        """Nothing, unless there are enough of them."""
         total = 0.0
         for memory_mb, count, share in self._gangs:
             large = [free for free in frees if free >= memory_mb]

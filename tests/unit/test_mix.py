@@ -78,8 +78,8 @@ def test_a_host_without_cpu_makes_gpus_worthless():
 def test_several_gpus_are_worth_something_together_only():
     takers = Mix({Shape(10, gpu_count=2): 1.0}).takers("", 0, 0)
     assert takers.worth(10) == 0
-    assert takers.worth_to_gangs([10, 9]) == 0
-    assert takers.worth_to_gangs([10, 12, 9]) == pytest.approx(22)
+    assert takers.worth_of((9, 10)) == 0
+    assert takers.worth_of((9, 10, 12)) == pytest.approx(22)
 
 
 def test_the_host_serves_at_the_usual_ratio():
