@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from math import inf
@@ -75,6 +76,8 @@ class Node:
 
     def fitting(self, ask: Ask) -> list[Room]:
         """The GPUs that can take their part, the fullest first."""
+        if self.plain and not ask.models:
+            return self.rooms[bisect_left(self.frees, ask.memory_mb) :]
         need, models = ask.memory_mb, ask.models
         return [
             room

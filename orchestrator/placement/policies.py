@@ -19,12 +19,11 @@ is best fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from orchestrator.placement.mix import Mix
+from orchestrator.placement.mix import Mix, Takers
 from orchestrator.placement.node import Node, Room
 from orchestrator.placement.views import Ask
 
@@ -65,7 +64,7 @@ def pick(node: Node, ask: Ask, policy: Policy, mix: Mix) -> list[Room]:
     if policy is Policy.SPREAD:
         fitting.sort(key=lambda room: -room.free_mb)
     elif policy is Policy.FRAGMENTATION and mix:
-        fitting.sort(key=_loss_of(node, ask, mix))
+        return _cheapest(fitting, ask, _takers_after(node, ask, mix))
     return fitting[: ask.gpu_count]
 
 
@@ -77,31 +76,41 @@ def _left(node: Node, ask: Ask, scale: Scale) -> float:
     return (memory + (node.cpu_milli - ask.cpu_milli) / scale.cpu_milli) / 2
 
 
-def _loss_of(node: Node, ask: Ask, mix: Mix) -> Callable[[Room], float]:
-    """What a single GPU loses. What is reserved is worth nothing to the mix, before as after."""
-    takers = mix.takers(node.model, node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+def _takers_after(node: Node, ask: Ask, mix: Mix) -> Takers:
+    """Those whom the host could serve when it had served the ask."""
+    return mix.takers(node.model, node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+
+
+def _cheapest(fitting: list[Room], ask: Ask, takers: Takers) -> list[Room]:
+    """Those that lose least, each for itself. What is reserved is worth nothing to the mix, before as after."""
     worth, need = takers.worth, ask.memory_mb
-    return lambda room: 0.0 if room.reserved_for else worth(room.free_mb) - worth(room.free_mb - need)
+    losses = {free: worth(free) - worth(free - need) for free in {room.free_mb for room in fitting}}
+
+    def loss(room: Room) -> float:
+        return losses[room.free_mb] if room.reserved_for is None else 0.0
+
+    return [min(fitting, key=loss)] if ask.gpu_count == 1 else sorted(fitting, key=loss)[: ask.gpu_count]
 
 
 def _loss(node: Node, ask: Ask, mix: Mix) -> float:
-    """What the whole node loses."""
-    frees = list(node.frees)
-    for room in pick(node, ask, Policy.FRAGMENTATION, mix):
+    """What the whole node would lose."""
+    takers, frees = _takers_after(node, ask, mix), list(node.frees)
+    for room in _cheapest(node.fitting(ask), ask, takers):
         if room.reserved_for is None:
             frees.remove(room.free_mb)
             frees.append(room.free_mb - ask.memory_mb)
-    cpu_milli, memory_mb = node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb
-    return _worth_of(node, mix) - _worth(mix, node.model, tuple(sorted(frees)), cpu_milli, memory_mb)
+    frees.sort()
+    servable_mb = mix.servable_mb(node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+    return _worth_of(node, mix) - _worth(tuple(frees), takers, servable_mb)
 
 
 def _worth_of(node: Node, mix: Mix) -> float:
     if node.worth is None or node.worth[0] is not mix:
-        node.worth = mix, _worth(mix, node.model, node.frees, node.cpu_milli, node.memory_mb)
+        takers = mix.takers(node.model, node.cpu_milli, node.memory_mb)
+        node.worth = mix, _worth(node.frees, takers, mix.servable_mb(node.cpu_milli, node.memory_mb))
     return node.worth[1]
 
 
-def _worth(mix: Mix, model: str, frees: tuple[int, ...], cpu_milli: float, memory_mb: float) -> float:
+def _worth(frees: tuple[int, ...], takers: Takers, servable_mb: float) -> float:
     """What the mix could use next, and what the host could serve in the long run (see above)."""
-    next_mb = mix.takers(model, cpu_milli, memory_mb).worth_of(frees)
-    return next_mb + min(sum(frees), mix.servable_mb(cpu_milli, memory_mb))
+    return takers.worth_of(frees) + min(sum(frees), servable_mb)

@@ -114,3 +114,12 @@ def test_many_threads_may_add():
     for thread in threads:
         thread.join()
     assert sum(recent._counts.values()) == len(recent._recent) == 100
+
+
+def test_a_mix_that_lives_long_does_not_grow(monkeypatch):
+    monkeypatch.setattr("orchestrator.placement.mix.MOST_ANSWERS", 10)
+    monkeypatch.setattr("orchestrator.placement.mix.MOST_HOSTS", 10)
+    mix = Mix({Shape(10, cpu_milli=n): 1.0 for n in range(40)})
+    for n in range(1000):
+        assert mix.takers("", n % 40, 0).worth_of((n,)) == pytest.approx(n * (n % 40 + 1) / 40 if n >= 10 else 0)
+        assert len(mix._takers) <= 10 and len(mix._answers) <= 10
