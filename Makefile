@@ -1,6 +1,6 @@
 # `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench chaos e2e lock clean servers
+.PHONY: help run test check bench sim-placement chaos e2e lock clean servers
 
 PYTHON ?= python3
 PORT ?= 8008
@@ -15,7 +15,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 	--custom-compile-command "make lock" pyproject.toml
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.runtime ## start the whole system here, with nothing else installed (PORT=8008 DATA_DIR=./.data)
 	@exec $(BIN)/gpuorch dev --port $(PORT) --data-dir $(DATA_DIR)
@@ -31,6 +31,9 @@ check: $(VENV)/.dev servers ## format, lint, types and the fast tests
 
 bench: $(VENV)/.dev servers ## measure throughput, and its ratio to what the machine can do
 	$(BIN)/python -m tests.bench $(ARGS)
+
+sim-placement: $(VENV)/.dev ## how much of a production cluster each placement policy can use (ARGS="--seeds 3"; needs ../shared/data)
+	$(BIN)/python -m tests.sim.placement $(ARGS)
 
 chaos: $(VENV)/.dev servers ## kill, freeze and cut a cluster under load, then check every invariant (ARGS="--minutes 60 --seed 7")
 	$(BIN)/python -m tests.chaos $(ARGS)

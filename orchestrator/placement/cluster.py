@@ -15,7 +15,7 @@ from itertools import islice
 
 from orchestrator.placement.mix import Mix
 from orchestrator.placement.node import Node, dominant
-from orchestrator.placement.policies import Choice, Policy, Scale, choose
+from orchestrator.placement.policies import Policy, Scale, pick, score
 from orchestrator.placement.views import Ask, GpuView, HostView, Reason
 
 #: GPUs a refusal names in its text, and as evidence: enough to understand it, whatever the size of the cluster.
@@ -92,7 +92,7 @@ class Cluster:
             return placed
         ranking = self._ranking(ask, policy, mix)
         best = ranking.best()
-        return _placed(*best) if best else self._refuse(ask, ranking)
+        return _placed(best, ask, policy, mix) if best else self._refuse(ask, ranking)
 
     def take(self, ask: Ask, placed: Placed) -> None:
         """Later asks see that `placed` is given away."""
@@ -101,11 +101,12 @@ class Cluster:
         self._changed.append(position)
 
     def _best_of(self, nodes: Sequence[Node], ask: Ask, policy: Policy, mix: Mix) -> Placed | None:
-        choices = [(node, choice) for node in nodes if (choice := choose(node, ask, policy, mix, self._scale))]
-        return _placed(*min(choices, key=lambda pair: pair[1].score)) if choices else None
+        scores = ((score(node, ask, policy, mix, self._scale), position) for position, node in enumerate(nodes))
+        best = min(((found, position) for found, position in scores if found is not None), default=None)
+        return _placed(nodes[best[1]], ask, policy, mix) if best else None
 
     def _ranking(self, ask: Ask, policy: Policy, mix: Mix) -> _Ranking:
-        if mix is not self._mix:
+        if policy is Policy.FRAGMENTATION and mix is not self._mix:
             self._mix = mix
             self._rankings.clear()
         shape = self._shape(ask)
@@ -136,9 +137,9 @@ class _Ranking:
     def __init__(self, nodes: Sequence[Node], ask: Ask, policy: Policy, mix: Mix, scale: Scale) -> None:
         self._nodes = nodes
         self._ask, self._policy, self._mix, self._scale = ask, policy, mix, scale
-        # Score, position, version of the node, choice. Entries of nodes that have changed since stay until they are
-        # on top: finding them would cost more.
-        self._heap: list[tuple[float, int, int, Choice]] = []
+        # Score, position, version of the node. Entries of nodes that have changed since stay until they are on top:
+        # finding them would cost more.
+        self._heap: list[tuple[float, int, int]] = []
         #: Why each node does not fit; None where it does.
         self.reasons: list[Reason | None] = [None] * len(nodes)
         self._seen: int | None = None
@@ -150,31 +151,31 @@ class _Ranking:
         else:
             for position in set(changed[self._seen :]):
                 node = self._nodes[position]
-                self._note(position, node, choose(node, self._ask, self._policy, self._mix, self._scale))
+                self._note(position, node, score(node, self._ask, self._policy, self._mix, self._scale))
         self._seen = len(changed)
 
     def _look_at_all(self) -> None:
         """Nodes that look the same get the same answer: a cluster of a thousand has a few dozen different ones."""
-        known: dict[object, Choice | None] = {}
+        known: dict[object, float | None] = {}
         for position, node in enumerate(self._nodes):
             looks = node.looks()
             if looks not in known:
-                known[looks] = choose(node, self._ask, self._policy, self._mix, self._scale)
+                known[looks] = score(node, self._ask, self._policy, self._mix, self._scale)
             self._note(position, node, known[looks])
 
-    def _note(self, position: int, node: Node, choice: Choice | None) -> None:
-        if choice is None:
+    def _note(self, position: int, node: Node, found: float | None) -> None:
+        if found is None:
             self.reasons[position] = node.why_not(self._ask)
         else:
             self.reasons[position] = None
-            heappush(self._heap, (choice.score, position, node.version, choice))
+            heappush(self._heap, (found, position, node.version))
 
-    def best(self) -> tuple[Node, Choice] | None:
+    def best(self) -> Node | None:
         while self._heap:
-            _, position, version, choice = self._heap[0]
+            _, position, version = self._heap[0]
             node = self._nodes[position]
             if node.version == version:
-                return node, choice
+                return node
             heappop(self._heap)
         return None
 
@@ -187,8 +188,8 @@ def _scale_of(nodes: Sequence[Node]) -> Scale:
     )
 
 
-def _placed(node: Node, choice: Choice) -> Placed:
-    return Placed(node.node_id, tuple(node.gpus[room.position] for room in choice.rooms))
+def _placed(node: Node, ask: Ask, policy: Policy, mix: Mix) -> Placed:
+    return Placed(node.node_id, tuple(node.gpus[room.position] for room in pick(node, ask, policy, mix)))
 
 
 def _evidence(nodes: Sequence[Node], ask: Ask) -> Iterator[Evidence]:

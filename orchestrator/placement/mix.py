@@ -9,16 +9,19 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from orchestrator.placement.views import Ask
 
 #: Asks below which a mix would be an accident; until then there is none.
-FEWEST_ASKS = 50
+FEWEST_ASKS = 10
 #: Shapes a mix keeps, the most usual ones: memory sizes may be anything, and each shape costs time.
 MOST_SHAPES = 200
+#: Answers and kinds of hosts that a mix remembers: it may live for days.
+MOST_ANSWERS = 100_000
+MOST_HOSTS = 5000
 #: Share of the recent asks that must differ from the mix before it is built anew: a new one makes all scores void.
 DRIFT = 0.2
 
@@ -41,7 +44,9 @@ class Shape:
 class Takers:
     """Those of a mix that a host can serve: what free memory on its GPUs is worth to them."""
 
-    def __init__(self, shares: Iterable[tuple[Shape, float]]) -> None:
+    def __init__(
+        self, shares: Iterable[tuple[Shape, float]], answers: dict[tuple[Takers, tuple[int, ...]], float]
+    ) -> None:
         singles: defaultdict[int, float] = defaultdict(float)
         gangs: defaultdict[tuple[int, int], float] = defaultdict(float)
         for shape, share in shares:
@@ -54,17 +59,23 @@ class Takers:
         for need in self._needs:
             self._served.append(self._served[-1] + singles[need])
         self._gangs = tuple((memory_mb, count, share) for (memory_mb, count), share in gangs.items())
-        self._worth: dict[int, float] = {}
+        self._answers = answers
 
     def worth(self, free_mb: int) -> float:
         """Of so much free memory on one GPU, the part that is usable, in the mean over those who ask for one GPU."""
-        known = self._worth.get(free_mb)
+        return free_mb * self._served[bisect_right(self._needs, free_mb)]
+
+    def worth_of(self, frees: tuple[int, ...]) -> float:
+        """The same for the GPUs of a node, and for those too who ask for several of them at once."""
+        known = self._answers.get((self, frees))
         if known is None:
-            known = self._worth[free_mb] = free_mb * self._served[bisect_right(self._needs, free_mb)]
+            if len(self._answers) >= MOST_ANSWERS:
+                self._answers.clear()
+            known = self._answers[self, frees] = sum(map(self.worth, frees)) + self._worth_to_gangs(frees)
         return known
 
-    def worth_to_gangs(self, frees: Sequence[int]) -> float:
-        """The same for those who ask for several GPUs at once: nothing, unless there are enough of them."""
+    def _worth_to_gangs(self, frees: Sequence[int]) -> float:
+        """Nothing, unless there are enough of them."""
         total = 0.0
         for memory_mb, count, share in self._gangs:
             large = [free for free in frees if free >= memory_mb]
@@ -84,6 +95,7 @@ class Mix:
         self._cpu_steps = sorted({shape.cpu_milli for shape in self.shares})
         self._memory_steps = sorted({shape.host_memory_mb for shape in self.shares})
         self._takers: dict[tuple[str, int, int], Takers] = {}
+        self._answers: dict[tuple[Takers, tuple[int, ...]], float] = {}
         gpu_mb = sum(share * shape.memory_mb * shape.gpu_count for shape, share in self.shares.items())
         cpu_milli = sum(share * shape.cpu_milli for shape, share in self.shares.items())
         host_mb = sum(share * shape.host_memory_mb for shape, share in self.shares.items())
@@ -99,14 +111,17 @@ class Mix:
         key = model, bisect_right(self._cpu_steps, cpu_milli), bisect_right(self._memory_steps, memory_mb)
         known = self._takers.get(key)
         if known is None:
-            known = self._takers[key] = Takers(
-                (shape, share)
-                for shape, share in self.shares.items()
-                if shape.cpu_milli <= cpu_milli
-                and shape.host_memory_mb <= memory_mb
-                and (not shape.models or model in shape.models)
-            )
+            if len(self._takers) >= MOST_HOSTS:
+                self._takers.clear()
+                self._answers.clear()
+            known = self._takers[key] = Takers(self._served_by(model, cpu_milli, memory_mb), self._answers)
         return known
+
+    def _served_by(self, model: str, cpu_milli: float, memory_mb: float) -> Iterator[tuple[Shape, float]]:
+        for shape, share in self.shares.items():
+            host_fits = shape.cpu_milli <= cpu_milli and shape.host_memory_mb <= memory_mb
+            if host_fits and (not shape.models or model in shape.models):
+                yield shape, share
 
     def servable_mb(self, cpu_milli: float, memory_mb: float) -> float:
         """How much GPU memory a host with so much left serves before it runs out, at the usual ratio."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from math import inf
@@ -57,18 +58,26 @@ class Node:
             if gpu.in_service and gpu.free_mb >= 0
         )
         #: What anybody may use.
-        self.frees = [room.free_mb for room in self.rooms if room.reserved_for is None]
+        self.frees = tuple(room.free_mb for room in self.rooms if room.reserved_for is None)
         self.total_mb = sum(self.frees)
         self.cpu_milli: float = inf if self.host.cpu_milli_free is None else self.host.cpu_milli_free
         self.memory_mb: float = inf if self.host.memory_mb_free is None else self.host.memory_mb_free
         #: What `policies` last found it worth, and to which mix.
         self.worth: tuple[Mix, float] | None = None
 
-    def host_fits(self, ask: Ask) -> bool:
-        return self.cpu_milli >= ask.cpu_milli and self.memory_mb >= ask.host_memory_mb
+    def fits(self, ask: Ask) -> bool:
+        """Whether the host and enough GPUs can take the ask."""
+        count = ask.gpu_count
+        if self.cpu_milli < ask.cpu_milli or self.memory_mb < ask.host_memory_mb or len(self.rooms) < count:
+            return False
+        if self.plain and not ask.models:
+            return count == 0 or self.rooms[-count].free_mb >= ask.memory_mb
+        return len(self.fitting(ask)) >= count
 
     def fitting(self, ask: Ask) -> list[Room]:
         """The GPUs that can take their part, the fullest first."""
+        if self.plain and not ask.models:
+            return self.rooms[bisect_left(self.frees, ask.memory_mb) :]
         need, models = ask.memory_mb, ask.models
         return [
             room

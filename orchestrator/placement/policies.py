@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from orchestrator.placement.mix import Mix
+from orchestrator.placement.mix import Mix, Takers
 from orchestrator.placement.node import Node, Room
 from orchestrator.placement.views import Ask
 
@@ -46,30 +46,26 @@ class Scale:
     cpu_milli: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    score: float
-    rooms: tuple[Room, ...]
-
-
-def choose(node: Node, ask: Ask, policy: Policy, mix: Mix, scale: Scale) -> Choice | None:
-    """The GPUs of this node that the ask should get and how good that would be; None when it does not fit."""
-    if not node.host_fits(ask):
-        return None
-    fitting = node.fitting(ask)
-    if len(fitting) < ask.gpu_count:
+def score(node: Node, ask: Ask, policy: Policy, mix: Mix, scale: Scale) -> float | None:
+    """How good it would be to place the ask on this node; None when it does not fit."""
+    if not node.fits(ask):
         return None
     left = _left(node, ask, scale)
     if policy is Policy.SPREAD:
-        return Choice(-left, tuple(sorted(fitting, key=_emptiest_first)[: ask.gpu_count]))
+        return -left
     if policy is Policy.BEST_FIT or not mix:
-        return Choice(left, tuple(fitting[: ask.gpu_count]))
-    loss, rooms = _least_loss(node, ask, fitting, mix)
-    return Choice(loss + NUDGE * scale.gpu_mb * left, rooms)
+        return left
+    return _loss(node, ask, mix) + NUDGE * scale.gpu_mb * left
 
 
-def _emptiest_first(room: Room) -> tuple[int, int]:
-    return -room.free_mb, room.position
+def pick(node: Node, ask: Ask, policy: Policy, mix: Mix) -> list[Room]:
+    """The GPUs of a node that fits, by the same measure. Sorting keeps the fullest first where that is equal."""
+    fitting = node.fitting(ask)
+    if policy is Policy.SPREAD:
+        fitting.sort(key=lambda room: -room.free_mb)
+    elif policy is Policy.FRAGMENTATION and mix:
+        return _cheapest(fitting, ask, _takers_after(node, ask, mix))
+    return fitting[: ask.gpu_count]
 
 
 def _left(node: Node, ask: Ask, scale: Scale) -> float:
@@ -80,30 +76,41 @@ def _left(node: Node, ask: Ask, scale: Scale) -> float:
     return (memory + (node.cpu_milli - ask.cpu_milli) / scale.cpu_milli) / 2
 
 
-def _least_loss(node: Node, ask: Ask, fitting: list[Room], mix: Mix) -> tuple[float, tuple[Room, ...]]:
-    """Which GPUs lose the least worth, and how much the whole node loses by it."""
-    cpu_milli, memory_mb = node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb
-    worth, need = mix.takers(node.model, cpu_milli, memory_mb).worth, ask.memory_mb
-    # `fitting` begins with the fullest GPU, and sorting keeps that order where the loss is the same.
-    by_loss = sorted(fitting, key=lambda room: worth(room.free_mb) - worth(room.free_mb - need))
-    rooms = tuple(by_loss[: ask.gpu_count])
-    frees = node.frees.copy()
-    for room in rooms:
-        # What is reserved is worth nothing to the mix, before as after.
+def _takers_after(node: Node, ask: Ask, mix: Mix) -> Takers:
+    """Those whom the host could serve when it had served the ask."""
+    return mix.takers(node.model, node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+
+
+def _cheapest(fitting: list[Room], ask: Ask, takers: Takers) -> list[Room]:
+    """Those that lose least, each for itself. What is reserved is worth nothing to the mix, before as after."""
+    worth, need = takers.worth, ask.memory_mb
+    losses = {free: worth(free) - worth(free - need) for free in {room.free_mb for room in fitting}}
+
+    def loss(room: Room) -> float:
+        return losses[room.free_mb] if room.reserved_for is None else 0.0
+
+    return [min(fitting, key=loss)] if ask.gpu_count == 1 else sorted(fitting, key=loss)[: ask.gpu_count]
+
+
+def _loss(node: Node, ask: Ask, mix: Mix) -> float:
+    """What the whole node would lose."""
+    takers, frees = _takers_after(node, ask, mix), list(node.frees)
+    for room in _cheapest(node.fitting(ask), ask, takers):
         if room.reserved_for is None:
             frees.remove(room.free_mb)
-            frees.append(room.free_mb - need)
-    return _worth_of(node, mix) - _worth(mix, node.model, frees, cpu_milli, memory_mb), rooms
+            frees.append(room.free_mb - ask.memory_mb)
+    frees.sort()
+    servable_mb = mix.servable_mb(node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+    return _worth_of(node, mix) - _worth(tuple(frees), takers, servable_mb)
 
 
 def _worth_of(node: Node, mix: Mix) -> float:
     if node.worth is None or node.worth[0] is not mix:
-        node.worth = mix, _worth(mix, node.model, node.frees, node.cpu_milli, node.memory_mb)
+        takers = mix.takers(node.model, node.cpu_milli, node.memory_mb)
+        node.worth = mix, _worth(node.frees, takers, mix.servable_mb(node.cpu_milli, node.memory_mb))
     return node.worth[1]
 
 
-def _worth(mix: Mix, model: str, frees: list[int], cpu_milli: float, memory_mb: float) -> float:
+def _worth(frees: tuple[int, ...], takers: Takers, servable_mb: float) -> float:
     """What the mix could use next, and what the host could serve in the long run (see above)."""
-    takers = mix.takers(model, cpu_milli, memory_mb)
-    usable = sum(map(takers.worth, frees)) + takers.worth_to_gangs(frees)
-    return usable + min(sum(frees), mix.servable_mb(cpu_milli, memory_mb))
+    return takers.worth_of(frees) + min(sum(frees), servable_mb)

@@ -78,8 +78,8 @@ def test_a_host_without_cpu_makes_gpus_worthless():
 def test_several_gpus_are_worth_something_together_only():
     takers = Mix({Shape(10, gpu_count=2): 1.0}).takers("", 0, 0)
     assert takers.worth(10) == 0
-    assert takers.worth_to_gangs([10, 9]) == 0
-    assert takers.worth_to_gangs([10, 12, 9]) == pytest.approx(22)
+    assert takers.worth_of((9, 10)) == 0
+    assert takers.worth_of((9, 10, 12)) == pytest.approx(22)
 
 
 def test_the_host_serves_at_the_usual_ratio():
@@ -114,3 +114,12 @@ def test_many_threads_may_add():
     for thread in threads:
         thread.join()
     assert sum(recent._counts.values()) == len(recent._recent) == 100
+
+
+def test_a_mix_that_lives_long_does_not_grow(monkeypatch):
+    monkeypatch.setattr("orchestrator.placement.mix.MOST_ANSWERS", 10)
+    monkeypatch.setattr("orchestrator.placement.mix.MOST_HOSTS", 10)
+    mix = Mix({Shape(10, cpu_milli=n): 1.0 for n in range(40)})
+    for n in range(1000):
+        assert mix.takers("", n % 40, 0).worth_of((n,)) == pytest.approx(n * (n % 40 + 1) / 40 if n >= 10 else 0)
+        assert len(mix._takers) <= 10 and len(mix._answers) <= 10
