@@ -80,11 +80,11 @@ def _covered(gpu: Gpu, account: _Account) -> int:
     return min(known, account.leased_mb)
 
 
-def still_held(gpu: Gpu, holder: Holder, running: Collection[str]) -> bool:
+def still_held(gpu: Gpu, holder: Holder, running: Collection[str] | None) -> bool:
     """Whether processes of an ended lease may hold memory here still.
 
-    Where processes cannot be told apart, the slots that are known to run decide.
+    Where processes cannot be told apart, the slots that are known to run decide; None: nobody can tell.
     """
     if gpu.processes is None:
-        return holder.slot in running if holder.slot else False
+        return holder.slot is not None and (running is None or holder.slot in running)
     return any(holder.owns(process) for process in gpu.processes)
