@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.gpu import Gpu, GpuProcess
 
@@ -40,40 +40,51 @@ def foreign_mb(gpu: Gpu, holders: Sequence[Holder], before: int) -> int:
     but a lease that is being used as it should be is not counted twice either.
     """
     unseen = [holder for holder in holders if gpu.processes is None or not holder.recognisable]
-    covered = sum(_covered(gpu, group) for group in _by_owner([h for h in holders if h not in unseen]))
+    covered = sum(_covered(gpu, account) for account in _accounts(gpu, [h for h in holders if h not in unseen]))
     rest = max(gpu.used_mb - covered, 0)
     if not unseen:
         return rest
     return min(rest, max(rest - sum(holder.memory_mb for holder in unseen), before))
 
 
-def _by_owner(holders: Sequence[Holder]) -> list[list[Holder]]:
-    """Leases of one worker are one account: its samples do not say which of its slots runs under which lease."""
-    groups: dict[tuple[str | None, int | None], list[Holder]] = {}
+@dataclass
+class _Account:
+    leased_mb: int
+    own: set[GpuProcess]
+
+
+def _accounts(gpu: Gpu, holders: Sequence[Holder]) -> list[_Account]:
+    """Leases that could claim the same processes are one account, or memory would be covered twice.
+
+    Leases of one worker, whose samples do not say which of its slots runs under which lease; a client that runs
+    inside a job or inside another client.
+    """
+    accounts: list[_Account] = []
     for holder in holders:
-        groups.setdefault((holder.worker_id, None if holder.worker_id else holder.pid), []).append(holder)
-    return list(groups.values())
+        owner = replace(holder, slot=None)
+        account = _Account(holder.memory_mb, {process for process in gpu.processes or () if owner.owns(process)})
+        for other in [other for other in accounts if other.own & account.own]:
+            accounts.remove(other)
+            account = _Account(account.leased_mb + other.leased_mb, account.own | other.own)
+        accounts.append(account)
+    return accounts
 
 
-def _covered(gpu: Gpu, leases: Sequence[Holder]) -> int:
-    """How much of the memory in use these leases, all of one owner, account for."""
-    leased = sum(lease.memory_mb for lease in leases)
-    owner = Holder(leased, leases[0].worker_id, None, leases[0].pid)
-    processes = gpu.processes or ()
-    own = [process for process in processes if owner.owns(process)]
-    known = sum(process.memory_mb or 0 for process in own)
-    if any(process.memory_mb is None for process in own):
+def _covered(gpu: Gpu, account: _Account) -> int:
+    """How much of the memory in use the leases of this account cover."""
+    known = sum(process.memory_mb or 0 for process in account.own)
+    if any(process.memory_mb is None for process in account.own):
         # The driver names our process but no number: at most what nobody else is known to use.
-        others = [process.memory_mb for process in processes if process not in own]
-        known = 0 if None in others else max(gpu.used_mb - sum(size or 0 for size in others), known)
-    return min(known, leased)
+        others = [process.memory_mb for process in gpu.processes or () if process not in account.own]
+        known = known if None in others else max(gpu.used_mb - sum(size or 0 for size in others), known)
+    return min(known, account.leased_mb)
 
 
-def still_held(gpu: Gpu, holder: Holder, running: Collection[str]) -> bool:
+def still_held(gpu: Gpu, holder: Holder, running: Collection[str] | None) -> bool:
     """Whether processes of an ended lease may hold memory here still.
 
-    Where processes cannot be told apart, the slots that are known to run decide.
+    Where processes cannot be told apart, the slots that are known to run decide; None: nobody can tell.
     """
     if gpu.processes is None:
-        return holder.slot in running if holder.slot else False
+        return holder.slot is not None and (running is None or holder.slot in running)
     return any(holder.owns(process) for process in gpu.processes)

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
-from orchestrator.leases import Denied, Granted, LeaseRequest, ResidentSlot
+from orchestrator.leases import MODEL_LEASE, Denied, Granted, LeaseRequest, ResidentSlot
 from orchestrator.placement import Cluster, Placed, Reason, reservation
 from orchestrator.store import audit, gpus, grants, nodes, ownership, residency, withdraw
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
@@ -184,9 +184,14 @@ def _is_stray(row: Row[Any], by: Claimant, held: Collection[str]) -> bool:
 
 
 def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]) -> None:
+    """No slot has heard of them: a lease of their own is free, a warm model's has its model in memory as before."""
     lost = "the answer to its claim was lost"
-    ends = [End(row.job_id, row.attempt, Outcome.HANDED_BACK, error=lost) for row in strays]
-    record(conn, by, [], ends, RetryPolicy(0, 0, 0))
+    ends = [(row.lease_token, End(row.job_id, row.attempt, Outcome.HANDED_BACK, error=lost)) for row in strays]
+    warm = {key: end for key, end in ends if key and key.startswith(MODEL_LEASE)}
+    cold = [end for key, end in ends if key not in warm]
+    record(conn, by, [], cold, RetryPolicy(0, 0, 0))
+    record(conn, by, [], list(warm.values()), RetryPolicy(0, 0, 0), keep_leases=True)
+    residency.vacate(conn, list(warm))
 
 
 def _request(by: Claimant, job: _Offered, memory_for: Callable[[str], int | None]) -> LeaseRequest | None:
@@ -221,8 +226,8 @@ def _under_warm_models(
     for job in offered if idle else ():
         request = requests.get(job.job_id)
         fitting = [slot for slot in idle if request and _serves(slot, job, request)]
-        if request and fitting and residency.occupy(conn, fitting[0], job.job_id, by.worker_id):
-            slot = fitting[0]
+        slot = next((slot for slot in fitting if residency.occupy(conn, slot, job.job_id, by.worker_id)), None)
+        if request and slot:
             idle.remove(slot)
             expires = datetime.max  # noqa: DTZ901 - its worker renews it, whatever stands in the row now
             taken[job.job_id] = Granted(request, "gpu", by.node_id, slot.gpus, expires, resident=slot.key)
@@ -323,13 +328,16 @@ def _fits_elsewhere(conn: Connection, by: Claimant, request: LeaseRequest) -> bo
 
 
 def _reserved(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
-    """Keep GPUs of this node for a job that has starved; they take nothing else until it got its room."""
-    ask, views = request.ask(), gpus.views(conn, by.terms.stale_s, by.node_id)
+    """Keep GPUs for a job that has starved; they take nothing else until it got its room.
+
+    They are of one node. Whichever worker is offered the job, it goes on keeping them, while they could still hold it.
+    """
+    ask, stale_s = request.ask(), by.terms.stale_s
     before = gpus.reserved_for(conn, ask.key)
-    if before:
-        here = before <= {view.gpu_uuid for view in views}
-        return here and gpus.reserve(conn, before, ask.key, RESERVED_S)
-    chosen = reservation(Cluster(views), ask)
+    kept = [view for view in gpus.views(conn, stale_s) if view.gpu_uuid in before] if before else []
+    chosen = reservation(Cluster(kept), replace(ask, node_id=None)) if kept else None
+    if not chosen or not nodes.serves(conn, chosen[0].node_id, by.pool_id):
+        chosen = reservation(Cluster(gpus.views(conn, stale_s, by.node_id)), ask)
     return bool(chosen) and gpus.reserve(conn, [view.gpu_uuid for view in chosen or ()], ask.key, RESERVED_S)
 
 

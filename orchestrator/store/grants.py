@@ -94,7 +94,8 @@ def _place_all(
         for i in waiting:
             choice = cluster.place(asks[i], terms.policy, terms.recent.mix())
             if isinstance(choice, Refused):  # refusals are final for this batch
-                answers[i] = _denied(cluster, asks[i], choice, idle)
+                # Nobody leaves for a request that then runs on the CPU.
+                answers[i] = _denied(cluster, asks[i], choice, None if requests[i].cpu_fallback else idle)
             else:
                 cluster.take(asks[i], choice)
                 proposals[i] = choice
@@ -119,9 +120,9 @@ def _asks(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> l
     return asks
 
 
-def _denied(cluster: Cluster, ask: Ask, refused: Refused, idle: residency.IdleModels) -> Denied:
+def _denied(cluster: Cluster, ask: Ask, refused: Refused, idle: residency.IdleModels | None) -> Denied:
     """The answer to a request without room; idle warm models that stand in its way are asked to leave."""
-    leaving = idle.make_room(cluster, ask) if refused.code is Reason.NO_MEMORY else 0
+    leaving = idle.make_room(cluster, ask) if idle and refused.code is Reason.NO_MEMORY else 0
     if leaving:
         reason = f"{refused.reason}; {leaving} idle warm models make room"
         return Denied(reason, refused.code, ROOM_IS_MADE_S, refused.gpus, evicting=True)

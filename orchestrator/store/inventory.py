@@ -40,7 +40,7 @@ def take_stock(
     if lost:
         leases.revoke(conn, lost)
     answering = [gpu for gpu in sample if gpu.health in (Health.OK, Health.UNHEALTHY)]
-    quarantined = leases.finish_endings(conn, worker.node_id, answering, running, patience_s)
+    quarantined = leases.finish_endings(conn, worker, answering, running, patience_s)
     gpus.record(conn, worker.node_id, sample, gate)
     evicted = residency.evicted(conn, worker.worker_id, worker.node_id) if resident else []
     return Findings(tuple(quarantined), tuple(evicted), _orphans(conn, worker, sample))

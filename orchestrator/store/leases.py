@@ -18,9 +18,10 @@ from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.gpu import Gpu
 from orchestrator.gpu.accounts import Holder, still_held
 from orchestrator.leases import Granted, lease_name, token_hash
-from orchestrator.store import audit, gpus
+from orchestrator.store import audit, gpus, nodes
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
 from orchestrator.store.hot import Hot, Listed, insert_rows
+from orchestrator.store.nodes import Worker
 from orchestrator.store.schema import gpus as gpu_rows
 from orchestrator.store.schema import lease_gpus, leases
 
@@ -134,14 +135,17 @@ def let_go(
 
 
 def finish_endings(
-    conn: Connection, node_id: str, sample: Sequence[Gpu], running: Collection[str], patience_s: float
+    conn: Connection, worker: Worker, sample: Sequence[Gpu], running: Collection[str], patience_s: float
 ) -> list[str]:
     """End the ending leases of a node whose processes are gone; a GPU where they do not go is quarantined.
 
-    `running` are the caller's own slots that live. Returns the GPUs that were quarantined.
+    `running` are the worker's own slots that live. Returns the GPUs that were quarantined.
     """
-    endings = _endings(conn, node_id)
+    endings = _endings(conn, worker.node_id)
     by_uuid = {gpu.uuid: gpu for gpu in sample}
+    neighbours = {rows[0].worker_id for rows in endings.values()} - {worker.worker_id, None}
+    if neighbours and any(gpu.processes is None for gpu in sample):
+        neighbours = nodes.alive_ids(conn, sorted(neighbours))  # the slots of a dead one are gone with it
     stuck: dict[str, str] = {}
     over: dict[str, list[str]] = {}
     for key, rows in endings.items():
@@ -149,7 +153,8 @@ def finish_endings(
         holder = Holder(row.memory_mb, row.worker_id, row.slot, row.pid)
         uuids = [share.gpu_uuid for share in rows]
         seen = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid]
-        held = [gpu for gpu in seen if still_held(gpu, holder, running)]
+        known = None if row.worker_id in neighbours else running  # a neighbour says itself which of its slots live
+        held = [gpu for gpu in seen if still_held(gpu, holder, known)]
         if len(seen) == len(uuids) and not held:
             over.setdefault(row.ending_as, []).append(key)
         elif row.ending_s > patience_s:

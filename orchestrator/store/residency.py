@@ -69,6 +69,13 @@ def occupy(conn: Connection, slot: ResidentSlot, job_id: str, worker_id: str) ->
     return taken.rowcount == 1
 
 
+def vacate(conn: Connection, keys: Collection[str]) -> None:
+    """Jobs that were to run under these leases never began: their models wait for the next ones."""
+    if keys:
+        mine = update(leases).where(leases.c.token.in_(keys), leases.c.state == "active", leases.c.resident)
+        conn.execute(mine.values(job_id=None, idle_since=utc_now()))
+
+
 def warm_nodes(conn: Connection, models: Collection[str]) -> dict[str, frozenset[str]]:
     """By model, the nodes that have it in memory."""
     rows = conn.execute(
