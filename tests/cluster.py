@@ -88,10 +88,16 @@ class Cluster:
         self._folder = folder
         self._members: list[Member] = []
 
-    def _start(self, command: str, given: dict[str, Any], path: str = "") -> Member:
+    def _start(
+        self,
+        command: str,
+        given: dict[str, Any],
+        path: str = "",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Member:
         settings = self.settings.model_copy(update=given)
         log = self._folder / f"{command}-{len(self._members)}.log"
-        member = Member(command, settings, log, path)
+        member = Member(command, settings, log, path, environment=environment)
         self._members.append(member)
         return member
 
@@ -100,9 +106,9 @@ class Cluster:
         member = self._start("serve", {"port": 0} | given)
         return member, member.says(r"gpuorch serves (\S+)")[1]
 
-    def worker(self, path: str = "", **given: Any) -> Member:
+    def worker(self, path: str = "", environment: Mapping[str, str] = MappingProxyType({}), **given: Any) -> Member:
         """Start a worker that takes jobs when this returns."""
-        member = self._start("worker", given, path)
+        member = self._start("worker", given, path, environment)
         member.says("worker ready")
         return member
 

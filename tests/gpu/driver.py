@@ -14,9 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from orchestrator.gpu.processes import driver_ids_are_ours
+
 MB = 1 << 20
 VARIABLE = "GPUORCH_FAKE_DRIVER"
 SOURCE = Path(__file__).with_name("driver.c")
+ROOT = SOURCE.parents[2]
+#: The stand-in speaks of the processes that its tests see, also where a real driver would not.
+IN_A_CONTAINER = """
+from orchestrator.gpu import processes
+processes.driver_ids_are_ours = lambda: True
+"""
 #: What a card shows that is in good order.
 HEALTHY = {"utilization": 7, "temperature": 40, "mig": 0, "ecc": 0, "pending": 0, "failed": 0, "retired": 0}
 
@@ -35,6 +43,7 @@ def build(folder: Path) -> Path:
     library = folder / "libnvidia-ml.so.1"
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}"]
     subprocess.run([compiler, *flags, "-o", str(library), str(SOURCE), "-lpthread"], check=True)
+    (folder / "sitecustomize.py").write_text(IN_A_CONTAINER)
     return library
 
 
@@ -53,7 +62,10 @@ class Driver:
             self._edit(lambda lines: [*lines, ("driver", {"version": "580.65.06", "nvml": "13.580.65.06"})])
 
     def environment(self) -> dict[str, str]:
-        return {"LD_LIBRARY_PATH": str(self.library.parent), VARIABLE: str(self.path)}
+        here = {"LD_LIBRARY_PATH": str(self.library.parent), VARIABLE: str(self.path)}
+        if driver_ids_are_ours():
+            return here
+        return here | {"PYTHONPATH": os.pathsep.join(map(str, (self.library.parent, ROOT)))}
 
     # --- hardware ---
 
@@ -108,12 +120,17 @@ class Driver:
     @contextmanager
     def allocated(self, uuid: str, memory_mb: int, pid: int | None = None) -> Iterator[None]:
         """Hold memory in the name of a process, of this one by default, until the block ends or the process dies."""
-        line = _process(uuid, pid or os.getpid(), memory_mb, "compute", alive="1")
-        self._edit(lambda lines: [*lines, line])
+        line = self.allocate(uuid, memory_mb, pid or os.getpid())
         try:
             yield
         finally:
             self._edit(lambda lines: _without_first(lines, line))
+
+    def allocate(self, uuid: str, memory_mb: int, pid: int) -> Line:
+        """Hold memory in the name of a process until it dies."""
+        line = _process(uuid, pid, memory_mb, "compute", alive="1")
+        self._edit(lambda lines: [*lines, line])
+        return line
 
     def used_mb(self, uuid: str) -> int:
         """What the lines say is in use, for a test that keeps accounts; whether processes live is not looked at."""
