@@ -34,7 +34,8 @@ from orchestrator.stream.hub import Hub
 from worker import host
 from worker.custody import Custody, Departure
 from worker.doorbell import Listener
-from worker.intake import Held, Intake
+from worker.held import Held
+from worker.intake import Intake
 from worker.keepalive import Keepalive
 from worker.ledger import Ledger
 from worker.lifeline import Lifeline
