@@ -84,7 +84,6 @@ class Session:
             SlotEvents(self._started, self._ended, self._left, self._progressed, self._asked),
             settings.cancel_step_s,
             self._lifeline,
-            leased_until=lambda: self._keepalive.leased_until if self._keepalive else math.inf,
         )
         self._custody = Custody(self._gpus, self._slots, self._write_down)
         self._ledger = Ledger(

@@ -59,12 +59,10 @@ class SlotPool:
         events: SlotEvents,
         cancel_step_s: float,
         lifeline: Lifeline,
-        leased_until: Callable[[], float],
     ) -> None:
         self._count = count
         self._name = name
         self._started = 0
-        self._leased_until = leased_until
         self._lifeline = lifeline
         self._cancel_step_s = cancel_step_s
         self._command = command
@@ -361,7 +359,7 @@ class SlotPool:
 
     def _look_at_clocks(self) -> None:
         now = time.monotonic()
-        leases_over = now > self._leased_until()
+        leases_over = now > self._lifeline.leased_until
         with self._changed:
             for slot in self._slots:
                 slot.look_at_clock(now)
