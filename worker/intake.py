@@ -175,9 +175,9 @@ class Intake:
 
 
 def _choosiness(claim: Claim) -> int:
-    if claim.lease is None or not claim.lease.gpus:
-        return 2
-    return 0 if claim.lease.resident else 1
+    if claim.lease and claim.lease.resident:
+        return 0
+    return 1 if claim.gpus else 2
 
 
 def _letter(entry: Entry, reason: str) -> DeadLetter:

@@ -196,11 +196,11 @@ class Session:
         self._ledger.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
 
     def _ended(self, claim: Claim, end: End, slot: str, keeps: bool) -> None:
-        if claim.lease is None or not claim.lease.gpus:
+        if claim.lease is None or not claim.gpus:
             self._write_down(end)
             return
         pinned = claim.type in self._slots.pinned
-        self._custody.after(Departure(slot, claim.lease.key, claim.lease.gpus, claim, end, keeps, pinned))
+        self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, end, keeps, pinned))
 
     def _left(self, model: ResidentSlot, slot: str) -> None:
         self._custody.after(Departure(slot, model.key, model.gpus))
@@ -215,8 +215,14 @@ class Session:
     def _refused(self, claim: Claim, no_room: str | None) -> None:
         """Claimed, but its slot went away meanwhile, or the memory that its lease speaks of is not there."""
         reason, pause = (no_room, self._settings.gpu_sample_s) if no_room else ("no slot was free any more", 0.0)
-        key = claim.lease.key if claim.lease else None
-        back = End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error=reason, retry_after_s=pause, lease_key=key)
+        back = End(
+            claim.job_id,
+            claim.attempt,
+            Outcome.HANDED_BACK,
+            error=reason,
+            retry_after_s=pause,
+            lease_key=claim.lease_key,
+        )
         if no_room and self._keepalive:
             self._keepalive.poke()  # the database must hear of it before others get the same answer
         try:

@@ -125,7 +125,7 @@ class SlotPool:
         if claim.lease and claim.lease.resident:
             return next((s for s in self._free if s.resident and s.resident.key == claim.lease.resident), None)
         blank = next((slot for slot in reversed(self._free) if slot.resident is None), None)
-        if blank is not None or (claim.lease and claim.lease.gpus):
+        if blank is not None or claim.gpus:
             return blank
         return self._free[-1] if self._free else None
 
@@ -307,7 +307,7 @@ class SlotPool:
         elif "end" in head and slot.claim is not None and slot.verdict is None:
             claim, end = slot.claim, slot.end_of(slot.claim, head["end"], body)
             self._usual_run_s += (end.run_seconds - self._usual_run_s) / 16
-            if claim.lease and claim.lease.gpus:
+            if claim.gpus:
                 with self._changed:
                     slot.claim, slot.inspected = None, True
             else:
