@@ -56,23 +56,23 @@ class Custody:
 
     def no_room(self, claims: Sequence[Claim]) -> dict[str, str]:
         """Of claims with a fresh lease, those whose memory is not really there, and why."""
-        fresh = [claim for claim in claims if claim.lease and claim.lease.gpus and not claim.lease.resident]
+        fresh = [claim for claim in claims if claim.gpus and not _under_warm_model(claim)]
         if not fresh:
             return {}
-        uuids = sorted({gpu.gpu_uuid for claim in fresh for gpu in _gpus(claim)})
+        uuids = sorted({gpu.gpu_uuid for claim in fresh for gpu in claim.gpus})
         try:
             free = dict(self._watch.free_mb(uuids))
         except GpuUnavailable as unknown:
             return {claim.job_id: str(unknown) for claim in fresh}
         refused: dict[str, str] = {}
         for claim in fresh:
-            need = claim.lease.request.memory_mb if claim.lease else 0
-            short = [gpu for gpu in _gpus(claim) if free[gpu.gpu_uuid] < need]
+            need = _memory_mb(claim)
+            short = [gpu for gpu in claim.gpus if free[gpu.gpu_uuid] < need]
             if short:
                 seen = ", ".join(f"GPU {gpu.gpu_index} has {free[gpu.gpu_uuid]} MB free" for gpu in short)
                 refused[claim.job_id] = f"needs {need} MB, but {seen}: others took it just now"
             else:
-                for gpu in _gpus(claim):
+                for gpu in claim.gpus:
                     free[gpu.gpu_uuid] -= need
         return refused
 
@@ -103,8 +103,7 @@ class Custody:
             self._note(departure.end._replace(lease_key=departure.key, left=left))
 
     def _settle_in(self, departure: Departure, claim: Claim) -> Left:
-        ran_warm = claim.lease is not None and claim.lease.resident
-        key = departure.key if ran_warm else model_lease_key(departure.slot)
+        key = departure.key if _under_warm_model(claim) else model_lease_key(departure.slot)
         model = ResidentSlot(key, claim.type, claim.model_id, _memory_mb(claim), departure.gpus)
         if not self._slots.settle_in(departure.slot, model):
             return Left(Remains.PROCESSES, departure.slot)  # it died meanwhile
@@ -128,8 +127,8 @@ def _remains(departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | No
     return Remains.MODEL if departure.keeps else Remains.PROCESSES
 
 
-def _gpus(claim: Claim) -> tuple[GpuShare, ...]:
-    return claim.lease.gpus if claim.lease else ()
+def _under_warm_model(claim: Claim) -> bool:
+    return claim.lease is not None and claim.lease.resident is not None
 
 
 def _memory_mb(claim: Claim) -> int:

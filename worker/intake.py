@@ -19,6 +19,7 @@ from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
+from worker.held import Held
 from worker.ledger import Ledger
 from worker.slots import SlotPool
 
@@ -28,34 +29,6 @@ log = logging.getLogger(__name__)
 MAX_LINGER_S = 0.01
 #: Longest pause between tries while a server is away.
 MAX_PAUSE_S = 2.0
-
-
-class Held:
-    """The jobs this worker has in hand, from the claim until their end is written down."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, str] = {}
-        self._lock = threading.Lock()
-
-    def add(self, job_id: str, entry_id: str) -> None:
-        with self._lock:
-            self._entries[job_id] = entry_id
-
-    def drop(self, job_ids: Sequence[str]) -> None:
-        with self._lock:
-            for job_id in job_ids:
-                self._entries.pop(job_id, None)
-
-    def entry_of(self, job_id: str) -> str:
-        return self._entries.get(job_id, "")
-
-    def job_ids(self) -> set[str]:
-        with self._lock:
-            return set(self._entries)
-
-    def entry_ids(self) -> set[str]:
-        with self._lock:
-            return set(self._entries.values())
 
 
 class Intake:
@@ -202,9 +175,9 @@ class Intake:
 
 
 def _choosiness(claim: Claim) -> int:
-    if claim.lease is None or not claim.lease.gpus:
-        return 2
-    return 0 if claim.lease.resident else 1
+    if claim.lease and claim.lease.resident:
+        return 0
+    return 1 if claim.gpus else 2
 
 
 def _letter(entry: Entry, reason: str) -> DeadLetter:

@@ -61,7 +61,6 @@ class Keepalive:
         self._poked = threading.Event()
         self._interval_s = min(settings.worker_heartbeat_s, settings.gpu_sample_s)
         self._lifeline = lifeline
-        self._renewed_at = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="keepalive", daemon=True)
 
     def start(self) -> None:
@@ -84,9 +83,8 @@ class Keepalive:
             )
 
         cancelled, findings = self._db.write(work)
-        self._renewed_at = started
-        # A quarter of a beat later than the supervisor itself, which ends jobs in better order.
-        self._lifeline.extend(self.leased_until + self._settings.worker_heartbeat_s / 4)
+        beat_s = self._settings.worker_heartbeat_s
+        self._lifeline.extend(started + self._settings.job_lease_ttl_s - beat_s, grace_s=beat_s / 4)
         if cancelled:
             self._on_cancelled(cancelled)
         if sample:
@@ -99,11 +97,6 @@ class Keepalive:
         except GpuUnavailable as silent:
             log.warning("GPUs not sampled", extra={"error": str(silent)})
             return self._gpus.last_known(str(silent))
-
-    @property
-    def leased_until(self) -> float:
-        """Until when our leases live for certain, on the monotonic clock."""
-        return self._renewed_at + self._settings.job_lease_ttl_s - self._settings.worker_heartbeat_s
 
     def poke(self) -> None:
         """Something changed in the database: beat now."""

@@ -7,6 +7,7 @@ clock is the same for both.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -26,13 +27,17 @@ class Lifeline:
         if fd is None:
             os.ftruncate(self.fd, _TIME.size)
         self._memory = mmap.mmap(self.fd, _TIME.size)
+        #: Until when leases live for certain, for the supervisor itself; before the first heartbeat there are none.
+        self.leased_until = math.inf
 
-    def extend(self, until: float) -> None:
-        _TIME.pack_into(self._memory, 0, until)
+    def extend(self, until: float, grace_s: float) -> None:
+        """Slots wait `grace_s` longer than the supervisor, which ends jobs in better order."""
+        self.leased_until = until
+        _TIME.pack_into(self._memory, 0, until + grace_s)
 
     @property
     def until(self) -> float:
-        """Monotonic time; 0 before the first heartbeat."""
+        """Until when slots may run leased jobs, monotonic time; 0 before the first heartbeat."""
         return float(_TIME.unpack_from(self._memory)[0])
 
     def close(self) -> None:

@@ -132,8 +132,7 @@ class SlotProcess:
 
     def lose_gpu(self, uuids: Collection[str]) -> None:
         """One of these GPUs is lost: whatever it runs or keeps there is gone."""
-        lease = self.claim.lease if self.claim else None
-        mine = (lease.gpus if lease else ()) + (self.resident.gpus if self.resident else ())
+        mine = (self.claim.gpus if self.claim else ()) + (self.resident.gpus if self.resident else ())
         lost = [gpu for gpu in mine if gpu.gpu_uuid in uuids]
         if lost and self.verdict is None:
             if self.claim is not None:
@@ -165,7 +164,7 @@ class SlotProcess:
             error_kind=ErrorKind(kind) if kind else None,
             error=ending.get("error"),
             retry_after_s=_bounded(ending.get("retry_after_s")),
-            lease_key=claim.lease.key if claim.lease else None,
+            lease_key=claim.lease_key,
         )
 
     def end_of_dead(self, claim: Claim, code: int) -> End:
@@ -203,7 +202,7 @@ def _job(claim: Claim) -> dict[str, Any]:
 def _device(claim: Claim) -> str | None:
     if claim.lease is None:
         return None
-    return ",".join(gpu.gpu_uuid for gpu in claim.lease.gpus) or "cpu"
+    return ",".join(gpu.gpu_uuid for gpu in claim.gpus) or "cpu"
 
 
 def _bounded(seconds: object) -> float | None:

@@ -59,12 +59,10 @@ class SlotPool:
         events: SlotEvents,
         cancel_step_s: float,
         lifeline: Lifeline,
-        leased_until: Callable[[], float],
     ) -> None:
         self._count = count
         self._name = name
         self._started = 0
-        self._leased_until = leased_until
         self._lifeline = lifeline
         self._cancel_step_s = cancel_step_s
         self._command = command
@@ -127,7 +125,7 @@ class SlotPool:
         if claim.lease and claim.lease.resident:
             return next((s for s in self._free if s.resident and s.resident.key == claim.lease.resident), None)
         blank = next((slot for slot in reversed(self._free) if slot.resident is None), None)
-        if blank is not None or (claim.lease and claim.lease.gpus):
+        if blank is not None or claim.gpus:
             return blank
         return self._free[-1] if self._free else None
 
@@ -309,7 +307,7 @@ class SlotPool:
         elif "end" in head and slot.claim is not None and slot.verdict is None:
             claim, end = slot.claim, slot.end_of(slot.claim, head["end"], body)
             self._usual_run_s += (end.run_seconds - self._usual_run_s) / 16
-            if claim.lease and claim.lease.gpus:
+            if claim.gpus:
                 with self._changed:
                     slot.claim, slot.inspected = None, True
             else:
@@ -361,7 +359,7 @@ class SlotPool:
 
     def _look_at_clocks(self) -> None:
         now = time.monotonic()
-        leases_over = now > self._leased_until()
+        leases_over = now > self._lifeline.leased_until
         with self._changed:
             for slot in self._slots:
                 slot.look_at_clock(now)

@@ -8,28 +8,27 @@ from fastapi import APIRouter
 
 from orchestrator.api.backend import Api
 from orchestrator.api.replies import Json
-from orchestrator.store import gpus as store_gpus
-from orchestrator.store import leadership, nodes
+from orchestrator.store import gpus, leadership, nodes
 
 router = APIRouter(tags=["cluster"])
 
 
 @router.get("/workers")
-async def workers(api: Api) -> Json:
+async def list_workers(api: Api) -> Json:
     """Workers that are alive or were within the last hour."""
     return Json({"workers": await api.read(nodes.list_workers)})
 
 
 @router.get("/gpus")
-async def gpus(api: Api) -> Json:
+async def list_gpus(api: Api) -> Json:
     stale_s = api.settings.gpu_stale_s
-    return Json({"gpus": await api.read(lambda conn: store_gpus.list_gpus(conn, stale_s))})
+    return Json({"gpus": await api.read(lambda conn: gpus.list_gpus(conn, stale_s))})
 
 
 @router.post("/gpus/{gpu_uuid}/clear")
 async def clear(api: Api, gpu_uuid: str) -> Json:
     """End a quarantine, after somebody looked why memory did not come back; `cleared` is false if there was none."""
-    return Json({"cleared": await api.write(lambda conn: store_gpus.clear(conn, gpu_uuid))})
+    return Json({"cleared": await api.write(lambda conn: gpus.clear(conn, gpu_uuid))})
 
 
 @router.get("/control/leader")

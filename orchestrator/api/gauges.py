@@ -8,8 +8,8 @@ from typing import Any
 from orchestrator.api.probes import Probe
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
-from orchestrator.store import dead_letters, job_reads, leadership, outbox
-from orchestrator.store import gpus as store_gpus
+from orchestrator.placement import GpuView
+from orchestrator.store import dead_letters, gpus, job_reads, leadership, outbox
 from orchestrator.store.job_reads import LaneDepth, PoolLiveness
 from orchestrator.telemetry.metrics import Readings
 
@@ -40,11 +40,13 @@ class Gauges:
     def _read_database(self) -> dict[str, Values]:
         db, settings = self._orchestrator.db, self._orchestrator.settings
         pools = db.read(job_reads.live_pools)
-        gpus = db.read(lambda conn: store_gpus.list_gpus(conn, settings.gpu_stale_s))
+        cards = db.read(lambda conn: gpus.list_gpus(conn, settings.gpu_stale_s))
+        views = db.read(lambda conn: gpus.views(conn, settings.gpu_stale_s))
         term = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
         return (
             self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), pools)
-            | _gpus(gpus)
+            | _gpus(cards)
+            | {"leases_free": {(): _with_room(views)}}
             | {"leases_active": {(): db.read(job_reads.active_leases)}, "leader_epoch": {(): term.epoch}}
             | {"dlq_depth": {(): db.read(dead_letters.count)}}
         )
@@ -85,14 +87,13 @@ async def _or_down(probe: Probe[dict[str, Values]], up: str) -> dict[str, Values
         return {up: {(): 0.0}}
 
 
-def _gpus(gpus: list[dict[str, Any]]) -> dict[str, Values]:
-    keyed = [((gpu["node_id"], str(gpu["gpu_index"])), gpu) for gpu in gpus]
-    closed = ("quarantined_at", "gate_closed_at")
-    usable = [gpu for gpu in gpus if gpu["fresh"] and gpu["health"] == "ok" and not any(gpu[why] for why in closed)]
-    free = [gpu for gpu in usable if gpu["usable_mb"] > gpu["leased_mb"] + gpu["foreign_mb"]]
-    none: tuple[str, ...] = ()
+def _with_room(views: Iterable[GpuView]) -> int:
+    return sum(view.in_service and view.free_mb > 0 for view in views)
+
+
+def _gpus(cards: list[dict[str, Any]]) -> dict[str, Values]:
+    keyed = [((gpu["node_id"], str(gpu["gpu_index"])), gpu) for gpu in cards]
     return {
-        "leases_free": {none: len(free)},
         # A stale sample says nothing about now.
         "gpu_mem_used_pct": {key: 100 * gpu["used_mb"] / gpu["total_mb"] for key, gpu in keyed if gpu["fresh"]},
         "gpu_mem_foreign_mb": {key: gpu["foreign_mb"] for key, gpu in keyed if gpu["fresh"]},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import quote
 
 import click
 
@@ -11,7 +10,7 @@ from orchestrator.cli.bars import print_gpus
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_table
-from orchestrator.client.api import Api
+from orchestrator.client.api import Api, gpu_path, lease_path
 
 _LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
 _WORKERS = ("worker_id", "pool_id", "status", "slots", "busy", "jobs_done", "jobs_failed", "last_heartbeat")
@@ -35,7 +34,7 @@ def list_leases(api: Api, *, as_json: bool) -> None:
 @with_api
 def release(api: Api, token: str) -> None:
     """Release a lease by its secret TOKEN; its memory returns when its processes are gone."""
-    api.post(f"/leases/{quote(token, safe='')}/release")
+    api.post(lease_path(token, "release"))
     click.echo("released")
 
 
@@ -72,7 +71,7 @@ def gpus(ctx: click.Context, api: Api, *, as_json: bool) -> None:
 @with_api
 def clear(api: Api, gpu_uuid: str) -> None:
     """End the quarantine of a GPU, after looking who still held its memory (runbook gpu-quarantine)."""
-    cleared = api.post(f"/gpus/{quote(gpu_uuid, safe='')}/clear")["cleared"]
+    cleared = api.post(gpu_path(gpu_uuid, "clear"))["cleared"]
     click.echo(f"{gpu_uuid} may be leased again" if cleared else f"{gpu_uuid} was not quarantined")
 
 

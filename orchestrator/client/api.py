@@ -74,11 +74,19 @@ class Api:
 
 
 def job_path(job_id: str, *more: str) -> str:
-    return "/".join(["/jobs", quote(_encodable(job_id), safe=""), *more])
+    return "/".join(["/jobs", _segment(job_id), *more])
 
 
 def lease_path(token: str, action: str) -> str:
-    return f"/leases/{quote(_encodable(token), safe='')}/{action}"
+    return f"/leases/{_segment(token)}/{action}"
+
+
+def gpu_path(gpu_uuid: str, action: str) -> str:
+    return f"/gpus/{_segment(gpu_uuid)}/{action}"
+
+
+def _segment(name: str) -> str:
+    return quote(_encodable(name), safe="")
 
 
 def _encodable(text: str) -> str:

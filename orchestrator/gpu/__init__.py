@@ -1,7 +1,7 @@
 """What a node's GPUs look like right now. A backend turns hardware (or its simulation) into `Gpu` snapshots.
 
 - `nvml`: questions to the driver, the only importer of pynvml; `reasons`: what its refusals mean and what to do
-- `inventory`: the real GPUs, with what became of those that no longer answer; `simulated`: GPUs kept in files
+- `real`: the GPUs of this machine, with what became of those that no longer answer; `simulated`: GPUs kept in files
 - `sampling`: what every backend answers from a fresh sample; `backends`: which one a node uses
 - `watch`: bounds the time that any of them may take
 - `processes`: finds out whose processes use the memory

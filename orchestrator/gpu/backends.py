@@ -57,6 +57,6 @@ def choose(spec: str, node_id: str, data_dir: Path) -> Backend:
         return SimulatedGpus(spec, node_id, data_dir / "simulated-gpus")
     if spec == "none":
         return NoGpus()
-    from orchestrator.gpu import inventory, nvml
+    from orchestrator.gpu import nvml, real
 
-    return inventory.NvmlGpus() if spec == "nvml" or nvml.installed() else NoGpus()
+    return real.NvmlGpus() if spec == "nvml" or nvml.installed() else NoGpus()

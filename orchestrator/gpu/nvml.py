@@ -1,6 +1,6 @@
 """The only door to NVML: questions to the driver, answered in plain types or refused with `NvmlError`.
 
-Nothing here remembers a GPU or decides what an answer means for leases; `inventory` does. Calls may block for as long
+Nothing here remembers a GPU or decides what an answer means for leases; `real` does. Calls may block for as long
 as the driver likes; `watch` bounds them.
 """
 

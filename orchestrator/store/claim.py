@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
-from orchestrator.leases import MODEL_LEASE, Denied, Granted, LeaseRequest, ResidentSlot
+from orchestrator.leases import MODEL_LEASE, Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
 from orchestrator.placement import Cluster, Placed, Reason, reservation
 from orchestrator.store import audit, gpus, grants, nodes, ownership, residency, withdraw
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
@@ -50,6 +50,15 @@ class Claim(NamedTuple):
     max_runtime_sec: float | None
     trace_context: str | None
     lease: Granted | None
+
+    @property
+    def gpus(self) -> tuple[GpuShare, ...]:
+        """What it may use; none for a job without a lease, and for one whose lease is of the CPU."""
+        return self.lease.gpus if self.lease else ()
+
+    @property
+    def lease_key(self) -> str | None:
+        return self.lease.key if self.lease else None
 
 
 @dataclass(frozen=True)

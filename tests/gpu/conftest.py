@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.gpu import processes
-from orchestrator.gpu.inventory import NvmlGpus
+from orchestrator.gpu.real import NvmlGpus
 from tests.gpu.driver import VARIABLE, Driver
 
 

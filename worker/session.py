@@ -1,0 +1,296 @@
+"""A session: one registration under one worker id, and everything that works under it.
+
+It ends in order (SIGTERM: finish or hand back, deregister) or because the leader declared the worker dead; then
+everything it ran is killed, since it runs elsewhere already.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from orchestrator.errors import Overloaded, Unavailable
+from orchestrator.gpu import Gpu, Health, backends
+from orchestrator.gpu.watch import Watch
+from orchestrator.identity import instance_id, node_id
+from orchestrator.jobs import BURY, DEFAULT_LANE, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
+from orchestrator.leases import ResidentSlot, Terms
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store import nodes, ownership
+from orchestrator.store.claim import NO_BLANK_SLOT, Claim, NotClaimed
+from orchestrator.store.database import Database
+from orchestrator.store.inventory import Findings
+from orchestrator.store.moves import Claimant
+from orchestrator.store.nodes import Beat, Worker
+from orchestrator.store.settle import End, Outcome, Release, Settled, Start
+from orchestrator.stream.hub import Hub
+from worker import host
+from worker.custody import Custody, Departure
+from worker.doorbell import Listener
+from worker.held import Held
+from worker.intake import Intake
+from worker.keepalive import Keepalive
+from worker.ledger import Ledger
+from worker.lifeline import Lifeline
+from worker.slots import SlotEvents, SlotPool
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One registration: creates everything that works under its worker id, and ends it in order."""
+
+    def __init__(self, settings: Settings, db: Database, hub: Hub, publisher: Publisher) -> None:
+        self._settings = settings
+        self._db = db
+        self._hub = hub
+        self._publisher = publisher
+        self._lane = hub.lane(settings.worker_pool or DEFAULT_LANE)
+        self._node_id = node_id(settings)
+        self.worker_id = instance_id()
+        self._backend = backends.choose(settings.gpu_backend, self._node_id, settings.data_dir)
+        self._gpus = Watch(self._backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
+        self._by = Claimant(
+            self.worker_id, self._node_id, self._lane.name, settings.job_lease_ttl_s, Terms.of(settings)
+        )
+        self._held = Held()
+        self._progress: dict[str, tuple[int, float, str]] = {}
+        self._counts = {"done": 0, "failed": 0}
+        self._draining = False
+        self._lifeline = Lifeline()
+        self._keepalive: Keepalive | None = None
+        self._doorbell: Listener | None = None
+        # Apart from the slots' thread, which must never wait for the database.
+        self._questions = ThreadPoolExecutor(1, thread_name_prefix="ownership")
+        self.over = threading.Event()
+        self.lost = False
+        self._build()
+
+    def _build(self) -> None:
+        settings = self._settings
+        policy = RetryPolicy.of(settings)
+        self._slots = SlotPool(
+            settings.worker_slots,
+            self.worker_id,
+            [str(settings.payload_max_bytes), *settings.worker_handlers],
+            self._backend.environment(),
+            SlotEvents(self._started, self._ended, self._left, self._progressed, self._asked),
+            settings.cancel_step_s,
+            self._lifeline,
+        )
+        self._custody = Custody(self._gpus, self._slots, self._write_down)
+        self._ledger = Ledger(
+            self._db,
+            self._lane,
+            self._by,
+            policy,
+            memory_for=self._slots.memory_for,
+            held=self._held.job_ids,
+            claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
+            on_settled=self._settled,
+            on_stuck=self._on_lost,
+        )
+        self._intake = Intake(
+            self._db,
+            self._hub,
+            self._lane,
+            self._hub.reader(self._lane, self.worker_id),
+            self._slots,
+            self._ledger,
+            self._held,
+            settings,
+            no_room=self._custody.no_room,
+            on_read=self._read,
+            on_refused=self._refused,
+            on_denied=self._denied,
+        )
+
+    def begin(self) -> None:
+        """Start the slots, register once their handlers are known, then take jobs."""
+        self._slots.start()
+        while not self._slots.wait_free(1.0):
+            if self.over.is_set():
+                return
+        worker = self._describe()
+        self._db.write(lambda conn: nodes.register(conn, worker, host.describe(self._backend.name)))
+        self._keepalive = Keepalive(
+            self._db,
+            worker,
+            self._gpus,
+            self._settings,
+            self._beat,
+            self._lifeline,
+            on_lost=self._on_lost,
+            on_cancelled=self._cancelled,
+            on_sampled=self._sampled,
+            running=self._slots.marks,
+        )
+        self._keepalive.start()
+        self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
+        self._doorbell.start()
+        self._intake.start()
+        self._publisher.nudge(self._lane.name)
+        log.info("worker ready", extra={"worker_id": self.worker_id, "lane": self._lane.name})
+
+    def _describe(self) -> Worker:
+        return Worker(
+            self.worker_id,
+            self._node_id,
+            self._lane.name,
+            socket.gethostname(),
+            os.getpid(),
+            self._settings.worker_slots,
+            tuple(self._slots.memory),
+        )
+
+    def end(self) -> None:
+        """Stop reading → finish or hand back → write it down → deregister. Heartbeats go on until the last."""
+        self._draining = True
+        self._intake.stop()
+        patience_over = time.monotonic() + self._settings.worker_grace_s
+        self._finish_or_hand_back(patience_over)
+        self._intake.join()
+        self._finish_or_hand_back(patience_over)  # a claim that was being committed comes after the rest
+        self._close()
+        try:
+            worker = self._describe()
+            self._db.write(lambda conn: nodes.deregister(conn, worker))
+            self._publisher.publish(self._lane.name)
+            self._lane.forget_consumer(self.worker_id)
+        except Unavailable as away:
+            log.warning("left without a word", extra={"error": str(away)})  # the leader notices the silence
+
+    def _finish_or_hand_back(self, until: float) -> None:
+        if not self._slots.wait_idle(max(until - time.monotonic(), 0.0)):
+            self._slots.hand_back("its worker was stopped")
+
+    def abandon(self) -> None:
+        """Kill what runs and leave: the leader gave our jobs away, or they never were ours."""
+        self._intake.stop()
+        self._slots.hand_back("its worker was declared dead")
+        self._close()
+
+    def _close(self) -> None:
+        if self._doorbell is not None:
+            self._doorbell.close()
+        self._slots.close()
+        self._questions.shutdown(wait=False, cancel_futures=True)
+        self._intake.join()
+        self._custody.close(self._settings.db_timeout_s)
+        self._ledger.close(self._settings.db_timeout_s)
+        if self._keepalive is not None:
+            self._keepalive.close()
+        self._lifeline.close()  # last: a heartbeat writes to it
+        self._gpus.close()
+
+    # ── what the parts tell ─────────────────────────────────────────────────────────────────────────────────
+
+    def _started(self, claim: Claim) -> None:
+        self._ledger.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
+
+    def _ended(self, claim: Claim, end: End, slot: str, keeps: bool) -> None:
+        if claim.lease is None or not claim.gpus:
+            self._write_down(end)
+            return
+        pinned = claim.type in self._slots.pinned
+        self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, end, keeps, pinned))
+
+    def _left(self, model: ResidentSlot, slot: str) -> None:
+        self._custody.after(Departure(slot, model.key, model.gpus))
+
+    def _write_down(self, event: End | Release) -> None:
+        if isinstance(event, Release):
+            self._ledger.note(event)
+            return
+        self._progress.pop(event.job_id, None)
+        self._ledger.note(event, self._held.entry_of(event.job_id))
+
+    def _refused(self, claim: Claim, no_room: str | None) -> None:
+        """Claimed, but its slot went away meanwhile, or the memory that its lease speaks of is not there."""
+        reason, pause = (no_room, self._settings.gpu_sample_s) if no_room else ("no slot was free any more", 0.0)
+        back = End(
+            claim.job_id,
+            claim.attempt,
+            Outcome.HANDED_BACK,
+            error=reason,
+            retry_after_s=pause,
+            lease_key=claim.lease_key,
+        )
+        if no_room and self._keepalive:
+            self._keepalive.poke()  # the database must hear of it before others get the same answer
+        try:
+            self._write_down(back)
+        except Overloaded:  # the session ended while the claim was being committed: the leader finds the job
+            log.warning("left a claimed job behind", extra={"job_id": claim.job_id})
+
+    def _denied(self, answers: Sequence[NotClaimed]) -> None:
+        if any(answer.reason == NO_BLANK_SLOT for answer in answers):
+            self._slots.make_blank(self._settings.resident_min_s)
+        elif any(answer.evicting for answer in answers) and self._keepalive:
+            self._keepalive.poke()  # it hears which of our warm models must leave
+
+    def _sampled(self, sample: list[Gpu], findings: Findings) -> None:
+        self._slots.evict(findings.evicted)
+        self._slots.lose_gpus({gpu.uuid for gpu in sample if gpu.health is Health.LOST})
+        self._custody.end_orphans(findings.orphans, sample, self.worker_id)
+        for uuid in findings.quarantined:
+            log.error("GPU quarantined: memory did not come back", extra={"gpu": uuid, "runbook": "gpu-quarantine"})
+
+    def _progressed(self, claim: Claim, fraction: float, note: str) -> None:
+        """What a handler says must not be able to stop the heartbeat that carries it."""
+        if math.isfinite(fraction):
+            text = str(note).encode(errors="replace").decode()
+            self._progress[claim.job_id] = (claim.attempt, min(max(float(fraction), 0.0), 1.0), text)
+
+    def _asked(self, claim: Claim, question: int) -> None:
+        self._questions.submit(self._answer, claim, question)
+
+    def _answer(self, claim: Claim, question: int) -> None:
+        """Without an answer from the database nobody owns anything."""
+        try:
+            owns = self._db.read(lambda conn: ownership.owns(conn, claim.job_id, claim.attempt, self.worker_id))
+        except Exception as error:  # noqa: BLE001 - whatever it was, the handler waits for an answer
+            log.warning("ownership unknown", extra={"job_id": claim.job_id, "error": str(error)})
+            owns = False
+        self._slots.answer(claim, question, owns)
+
+    def _cancelled(self, jobs: list[tuple[str, int]]) -> None:
+        for job_id, attempt in jobs:
+            self._slots.cancel(job_id, attempt)
+
+    def _read(self, count: int, ran_dry: bool) -> None:
+        if ran_dry:
+            self._publisher.nudge(self._lane.name)
+        else:
+            self._publisher.consumed(self._lane.name, count)
+
+    def _settled(self, settled: Sequence[Settled]) -> None:
+        self._held.drop([item.end.job_id for item in settled])
+        self._counts["done"] += sum(item.arrow in (FINISH, SKIP) for item in settled)
+        self._counts["failed"] += sum(item.arrow in (FAIL, BURY, RETRY) for item in settled)
+        if any(item.arrow in (HAND_BACK, RETRY) for item in settled):
+            self._publisher.nudge(self._lane.name)
+
+    def _beat(self) -> Beat:
+        progress = tuple((job_id, *report) for job_id, report in list(self._progress.items()))
+        held = tuple(self._held.job_ids())
+        return Beat(
+            self._slots.busy(),
+            self._counts["done"],
+            self._counts["failed"],
+            self._draining,
+            progress,
+            held,
+            self._slots.resident(),
+        )
+
+    def _on_lost(self) -> None:
+        self.lost = True
+        self.over.set()
