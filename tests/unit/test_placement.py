@@ -193,6 +193,24 @@ def test_fragmentation_without_a_mix_is_best_fit():
     assert place(gpus, 4000, policy=Policy.FRAGMENTATION) == place(gpus, 4000, policy=Policy.BEST_FIT)
 
 
+def test_where_nodes_lose_the_same_the_better_fit_is_taken():
+    gpus = [gpu(0, 20_000, "a"), gpu(0, 5000, "b")]
+    assert chosen(place(gpus, 1000, policy=Policy.FRAGMENTATION, mix=Mix({Shape(1000): 1.0}))) == ["GPU-b-0"]
+
+
+def test_equal_nodes_go_by_name():
+    gpus = [gpu(0, node=f"n{n:02}") for n in range(30)]
+    for policy in Policy:
+        assert chosen(place(gpus, 10, policy=policy, mix=Mix({Shape(10): 1.0}))) == ["GPU-n00-0"]
+
+
+def test_another_mix_leads_to_another_answer_from_the_same_cluster():
+    cluster = Cluster([gpu(0, 9000, "a"), gpu(0, 12_000, "b")])
+    for usual, expected in ((8000, "GPU-b-0"), (5000, "GPU-a-0"), (8000, "GPU-b-0")):
+        answer = cluster.place(Ask(4000), Policy.FRAGMENTATION, Mix({Shape(usual): 1.0}))
+        assert chosen(answer) == [expected]
+
+
 VIEWS = st.builds(
     GpuView,
     st.uuids().map(str),
@@ -249,7 +267,11 @@ def minus(amount, need):
     return None if amount is None else amount - need
 
 
-@given(CLUSTERS, HOSTS, st.lists(ASKS, max_size=12), POLICIES, MIXES)
+#: Few shapes, each of them often: what is remembered of a shape must not outlive a change.
+SEQUENCES = st.lists(ASKS, min_size=1, max_size=3).flatmap(lambda few: st.lists(st.sampled_from(few), max_size=12))
+
+
+@given(CLUSTERS, HOSTS, SEQUENCES, POLICIES, MIXES)
 def test_no_sequence_of_placements_breaks_a_rule(views, hosts, asks, policy, mix):
     cluster = Cluster(views, hosts)
     account = {view.gpu_uuid: view for view in views}
@@ -276,6 +298,7 @@ def test_no_sequence_of_placements_breaks_a_rule(views, hosts, asks, policy, mix
             assert answer.node_id in ask.warm_nodes
         cluster.take(ask, answer)
         assert {view.gpu_uuid: view for view in cluster.gpus()} == account
+        assert {node.node_id: node.host for node in cluster.nodes()} == left
 
 
 @given(CLUSTERS, HOSTS, ASKS, POLICIES, MIXES)
