@@ -27,8 +27,9 @@ from typing import Any, Protocol
 from orchestrator.client.errors import LeaseLost
 
 SIGNAL = signal.SIGURG
-#: Steps of Python code that an error on its way is given to arrive; one is enough.
-_ARRIVAL_STEPS = 1000
+#: Seconds that an error on its way is given to arrive. The next step of Python code is enough, unless the error of
+#: another lease took its place: a thread has room for one.
+_ARRIVAL_S = 1.0
 
 
 class Interrupt(Protocol):
@@ -65,10 +66,9 @@ class AtNextStep:
         try:
             with self._lock:
                 self._closed = True
-            for _ in range(_ARRIVAL_STEPS):
-                if self._arrived or not self._sent:
-                    return
-                time.sleep(0)
+            patient_until = time.monotonic() + _ARRIVAL_S
+            while self._sent and not self._arrived and time.monotonic() < patient_until:
+                time.sleep(0.001)
         except LeaseLost:
             if not self._arrived:  # that of another lease, around this one
                 raise
@@ -105,7 +105,6 @@ class BySignal:
         signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
     def close(self) -> None:
-        self.due = None
         self._closed(self)
 
 
