@@ -343,6 +343,13 @@ def test_the_min_residency_is_a_setting(db):
     assert ask(db, 10_000, Terms(STALE_S, resident_min_s=20.0)).evicting
 
 
+def test_a_row_that_somebody_edited_stands_in_nobodys_way(db):
+    hand = hire(db, gpu(total_mb=20_000))
+    slot = settle_in(hand, memory_mb=15_000)
+    change(db, slot.key, idle_since=None)
+    assert ask(db, 10_000).evicting
+
+
 def test_the_same_models_are_not_counted_for_two_of_a_batch(db):
     hand = hire(db, gpu(total_mb=20_000))
     settle_in(hand, memory_mb=15_000)
