@@ -243,6 +243,9 @@ def quarantine(conn: Connection, uuids: Collection[str], reason: str) -> None:
 
 def clear(conn: Connection, uuid: str, actor: str | None = None) -> bool:
     """End a quarantine; False when there was none. Raises GpuNotFound."""
+    # Compared here too: MariaDB ignores spaces at the end.
+    if conn.execute(select(gpus.c.gpu_uuid).where(gpus.c.gpu_uuid == uuid)).scalar() != uuid:
+        raise GpuNotFound(uuid)
     cleared = conn.execute(
         update(gpus)
         .where(gpus.c.gpu_uuid == uuid, gpus.c.quarantined_at.is_not(None))
@@ -250,6 +253,4 @@ def clear(conn: Connection, uuid: str, actor: str | None = None) -> bool:
     )
     if cleared.rowcount:
         audit.record(conn, [audit.Event("gpu.cleared", actor=actor, details={"gpus": [uuid]})])
-    elif conn.execute(select(gpus.c.gpu_uuid).where(gpus.c.gpu_uuid == uuid)).scalar() is None:
-        raise GpuNotFound(uuid)
     return bool(cleared.rowcount)

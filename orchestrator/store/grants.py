@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from sqlalchemy import Connection, select
-from sqlalchemy.exc import IntegrityError
 
 from orchestrator.leases import (
     RETRY_AFTER_S,
@@ -55,19 +54,19 @@ def grant(
 
 def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
     """Answer requests from outside in one transaction of their own, with their audit rows."""
-    try:
-        return db.write(lambda conn: _grant_and_record(conn, requests, terms))
-    except IntegrityError:
-        # Tokens are random: the only way to meet one's own is a commit whose answer was lost. Undo it, begin anew.
-        db.write(lambda conn: leases.free(conn, [request.key for request in requests]))
-        anew = [replace(request, token=new_token()) for request in requests]
-        return db.write(lambda conn: _grant_and_record(conn, anew, terms))
+    tried: list[str] = []
 
+    def work(conn: Connection) -> list[Granted | Denied]:
+        # Run again: what was granted before may have been committed, its answer lost. It must not stand in the way of
+        # its own repetition, nor stay, since nobody knows it.
+        wanted = [replace(request, token=new_token()) for request in requests] if tried else requests
+        leases.free(conn, tried)
+        tried.extend(request.key for request in wanted)
+        answers = grant(conn, wanted, terms)
+        audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
+        return answers
 
-def _grant_and_record(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
-    answers = grant(conn, requests, terms)
-    audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
-    return answers
+    return db.write(work)
 
 
 def _granted_event(lease: Granted) -> audit.Event:

@@ -19,7 +19,7 @@ from orchestrator.gpu import Gpu
 from orchestrator.gpu.accounts import Holder, still_held
 from orchestrator.leases import Granted, lease_name, token_hash
 from orchestrator.store import audit, gpus, nodes
-from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot, Listed, insert_rows
 from orchestrator.store.nodes import Worker
 from orchestrator.store.schema import gpus as gpu_rows
@@ -196,11 +196,12 @@ def _endings(conn: Connection, node_id: str) -> dict[str, list[Any]]:
 
 def revoke(conn: Connection, lost: Mapping[str, str]) -> int:
     """End every lease on GPUs that are lost (with why): the work under them cannot go on, and nobody can look there."""
-    rows = conn.execute(
+    held = (
         select(leases.c.token, leases.c.job_id, leases.c.worker_id, leases.c.agent_name, lease_gpus.c.gpu_uuid)
         .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
         .where(lease_gpus.c.gpu_uuid.in_(sorted(lost)), leases.c.state == "active")
-    ).all()
+    )
+    rows = conn.execute(walking(in_order(held), leases, "ix_leases_expiry")).all()
     for row in rows:
         reason = f"GPU {row.gpu_uuid} was lost: {lost[row.gpu_uuid]}"
         conn.execute(update(leases).where(leases.c.token == row.token).values(end_reason=reason[:255]))

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, select, update
 
 from orchestrator.leases import ResidentSlot
 from orchestrator.placement import Ask, Cluster, Resident, evictions
-from orchestrator.store.dialect import seconds_since, utc_now
+from orchestrator.store.dialect import in_order, seconds_since, utc_now, walking
 from orchestrator.store.schema import lease_gpus, leases
 
 _IDLE = (
@@ -78,11 +78,12 @@ def vacate(conn: Connection, keys: Collection[str]) -> None:
 
 def warm_nodes(conn: Connection, models: Collection[str]) -> dict[str, frozenset[str]]:
     """By model, the nodes that have it in memory."""
-    rows = conn.execute(
+    loaded = (
         select(leases.c.model_id, leases.c.node_id)
         .where(leases.c.state == "active", leases.c.resident, leases.c.model_id.in_(models))
         .distinct()
-    ).all()
+    )
+    rows = conn.execute(walking(loaded, leases, "ix_leases_expiry")).all()
     return {model: frozenset(row.node_id for row in rows if row.model_id == model) for model in models}
 
 
@@ -130,15 +131,15 @@ def _idle(conn: Connection, node_id: str | None) -> list[Resident]:
         .where(*_IDLE)
         .order_by(leases.c.token, lease_gpus.c.gpu_uuid)
     )
-    rows = conn.execute(query.where(leases.c.node_id == node_id) if node_id else query).all()
+    here = query.where(leases.c.node_id == node_id) if node_id else walking(query, leases, "ix_leases_expiry")
+    rows = conn.execute(in_order(here)).all()
     found = []
     for token, group in groupby(rows, key=lambda row: row.token):
         shares = list(group)
         uuids = tuple(share.gpu_uuid for share in shares)
         one = shares[0]
-        found.append(
-            Resident(token, uuids, one.memory_mb, float(one.idle_s), float(one.resident_s), pinned=bool(one.pinned))
-        )
+        idle_s, resident_s = float(one.idle_s or 0.0), float(one.resident_s)
+        found.append(Resident(token, uuids, one.memory_mb, idle_s, resident_s, pinned=bool(one.pinned)))
     return found
 
 

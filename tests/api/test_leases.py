@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
+from orchestrator.gpu import GpuProcess, Health
 from orchestrator.leases import Denied, LeaseRequest, token_hash
 from orchestrator.store import gpus, leases, schema
 from tests.api.conftest import Running
@@ -55,10 +56,70 @@ def test_a_refusal_says_why_and_when_to_ask_again(api: Running) -> None:
     hire(api.db, gpu(0, 8000))
     answer = api.post("/leases", WANT | {"min_memory_mb": 9000})
     assert answer.status_code == 200
-    body = answer.json()
-    assert body.keys() == {"granted", "reason", "retry_after"}
-    assert body["granted"] is False and "9000" in body["reason"] and body["retry_after"] > 0
-    assert api.post("/leases", WANT | {"node_id": "elsewhere"}).json()["granted"] is False
+    assert answer.json() == {
+        "granted": False,
+        "reason": "needs 9000 MB; node-1/0: 7200 of 7200 MB free",
+        "code": "no_memory",
+        "retry_after": 1.0,
+        "gpus": [{"node_id": "node-1", "gpu_index": 0, "free_mb": 7200}],
+    }
+    elsewhere = api.post("/leases", WANT | {"node_id": "elsewhere"}).json()
+    assert (elsewhere["granted"], elsewhere["code"], elsewhere["gpus"]) == (False, "no_gpu", [])
+
+
+def test_a_refusal_never_shows_less_than_nothing(api: Running) -> None:
+    hire(api.db, gpu(0, 8000, foreign_mb=7900))
+    body = api.post("/leases", WANT).json()
+    assert (body["code"], [one["free_mb"] for one in body["gpus"]]) == ("gate_closed", [0])
+
+
+def test_a_quarantined_gpu_is_worth_asking_for_later(api: Running) -> None:
+    hire(api.db, gpu(0))
+    api.db.write(lambda conn: gpus.quarantine(conn, ["GPU-0"], "stuck"))
+    body = api.post("/leases", WANT).json()
+    assert (body["granted"], body["code"], body["retry_after"]) == (False, "quarantined", 30.0)
+
+
+def test_a_process_needs_its_node(api: Running) -> None:
+    hire(api.db, gpu(0))
+    answer = api.post("/leases", WANT | {"pid": 7})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
+    assert "node_id" in answer.text
+    assert api.post("/leases", WANT | {"pid": 7, "node_id": "node-1"}).json()["granted"] is True
+    assert [lease.pid for lease in rows(api.db, schema.leases)] == [7]
+
+
+def test_the_release_of_a_process_that_lives_waits_for_it(api: Running) -> None:
+    hand = hire(api.db, gpu(0))
+    token = api.post("/leases", WANT | {"pid": 7, "node_id": "node-1"}).json()["token"]
+    held = gpu(0, used_mb=1000, processes=(GpuProcess(8, 1000, lineage=(8, 7, 1)),))
+    hand.sees(held)
+    assert api.post(f"/leases/{token}/release").json() == {"released": True}
+    assert leased_mb(api) == 1000
+    ended = api.post(f"/leases/{token}/heartbeat")
+    assert (ended.status_code, ended.json()["code"]) == (410, "lease_ended")
+    hand.sees(gpu(0))
+    assert leased_mb(api) == 0
+
+
+def test_a_lease_on_a_lost_gpu_says_why_it_ended(api: Running) -> None:
+    hand = hire(api.db, gpu(0))
+    token = api.post("/leases", WANT).json()["token"]
+    hand.sees(gpu(0, health=Health.LOST, health_reason="fell off the bus"))
+    ended = api.post(f"/leases/{token}/heartbeat")
+    assert (ended.status_code, "fell off the bus" in ended.text) == (410, True)
+
+
+def test_a_lease_may_ask_for_a_model_of_gpu_and_for_its_host(api: Running) -> None:
+    hire(api.db, gpu(0, name="T4"), gpu(1, name="A100"))
+    api.db.write(lambda conn: conn.execute(update(schema.nodes).values(cpu_milli=4000, memory_mb=1000)))
+    wish = WANT | {"gpu_models": ["A100"], "host_cpus": 2.5, "host_memory_mb": 600, "model_id": "llama"}
+    assert api.post("/leases", wish).json()["gpu_uuid"] == "GPU-1"
+    (lease,) = rows(api.db, schema.leases)
+    assert (lease.host_cpu_milli, lease.host_memory_mb, lease.model_id) == (2500, 600, "llama")
+    assert api.post("/leases", wish).json()["code"] == "host_cpu"
+    assert api.post("/leases", wish | {"host_cpus": 1.0}).json()["code"] == "host_memory"
+    assert api.post("/leases", WANT | {"gpu_models": ["H100"]}).json()["code"] == "wrong_model"
 
 
 def test_a_fallback_leases_no_gpu(api: Running) -> None:
@@ -107,6 +168,11 @@ def test_bad_requests_lease_nothing(api: Running) -> None:
         *[WANT | {"gpu_count": value} for value in (0, 65, True)],
         *[WANT | {"agent": value} for value in ("", "a b", "a\n", "x" * 129, None)],
         WANT | {"node_id": "../x"},
+        *[WANT | {"node_id": "node-1", "pid": value} for value in (0, -1, 2**22 + 1, 1.5, "1", True)],
+        *[WANT | {"model_id": value} for value in ("", "x" * 256, 7, ["m"])],
+        *[WANT | {"gpu_models": value} for value in ("A100", [""], ["x" * 256], [7], ["a"] * 33, None)],
+        *[WANT | {"host_cpus": value} for value in (-0.1, 100_001, "1", True, None)],
+        *[WANT | {"host_memory_mb": value} for value in (-1, 1.5, "1", True, 2**31)],
         WANT | {"token": "mine"},
     ]
     for body in bad:

@@ -1,15 +1,19 @@
 """Claiming: each job once, with its lease, in one transaction."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
+from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from orchestrator.errors import LeaseNotFound
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, leases, schema
+from orchestrator.store import audit, gpus, leases, nodes, schema, withdraw
 from orchestrator.store import claim as claim_module
 from orchestrator.store.claim import Claim, NotClaimed
+from orchestrator.store.dialect import utc_shift
 from orchestrator.store.submit import submit_jobs
 from tests.factories import POLICY, active_leases, gpu, hire, history, new_job, now, row, rows, set_job, submit
 
@@ -178,6 +182,200 @@ def test_no_token_opens_the_lease_of_a_job(db):
     for guess in (claim.lease.key, claim.lease.request.token):
         with pytest.raises(LeaseNotFound):
             db.write(lambda conn, guess=guess: leases.release(conn, guess))
+
+
+# --- waiting ---
+
+
+def waits_s(db, job_id):
+    """Seconds until it is offered again."""
+    return (row(db, job_id).not_before - now(db)).total_seconds()
+
+
+def grow_old(db, *job_ids, seconds=61.0):
+    for job_id in job_ids:
+        set_job(db, job_id, created_at=utc_shift(-seconds))
+
+
+def reserved(db):
+    return {gpu.gpu_uuid: gpu.reserved_for for gpu in rows(db, schema.gpus) if gpu.reserved_for}
+
+
+def again(db, job_id):
+    """As if its pause were over."""
+    set_job(db, job_id, queued="ready", not_before=None)
+
+
+def full(db, *gpus, node="node-1", held_mb=8000):
+    """A worker whose GPUs (9000 MB usable) are leased to jobs of one lease each."""
+    hand = hire(db, *(gpus or (gpu(0, total_mb=10_000),)), node=node)
+    return hand, hand.claim(*submit(db, len(gpus) or 1, min_memory_mb=held_mb))
+
+
+def test_a_job_that_fits_on_another_node_is_offered_again_at_once(db):
+    near, _ = full(db, node="near")
+    hire(db, gpu(1, total_mb=10_000), node="far")
+    (job_id,) = submit(db, min_memory_mb=5000)
+    grow_old(db, job_id, seconds=1000.0)
+    near.offer(job_id)
+    assert waits_s(db, job_id) <= claim_module.ELSEWHERE_S * 1.2
+    assert reserved(db) == {}
+
+
+@pytest.mark.parametrize("why", ["another lane", "dead", "full", "stale"])
+def test_a_node_that_cannot_take_the_job_now_is_no_reason_for_haste(db, why):
+    near, _ = full(db, node="near")
+    far = hire(db, gpu(1, total_mb=10_000), node="far", pool="other" if why == "another lane" else "default")
+    (job_id,) = submit(db, min_memory_mb=5000)
+    grow_old(db, job_id, seconds=50.0)
+    if why == "dead":
+        far.go_silent()
+        assert db.write(lambda conn: nodes.declare_lost(conn, 60.0, 10))
+    if why == "full":
+        far.sees(gpu(1, total_mb=10_000, foreign_mb=5000))
+    if why == "stale":
+        old = update(schema.gpus).where(schema.gpus.c.gpu_uuid == "GPU-1").values(sampled_at=utc_shift(-100.0))
+        db.write(lambda conn: conn.execute(old))
+    near.offer(job_id)
+    assert waits_s(db, job_id) > 3.0  # a tenth of its age, more or less
+
+
+def test_the_longer_a_job_has_waited_the_longer_it_waits_until_a_limit(db):
+    hand, _ = full(db)
+    hand.terms = replace(hand.terms, starvation_s=1e9)
+    pauses = []
+    for age_s in (0.0, 100.0, 100_000.0):
+        (job_id,) = submit(db, min_memory_mb=5000)
+        grow_old(db, job_id, seconds=age_s)
+        hand.offer(job_id)
+        pauses.append(waits_s(db, job_id))
+    assert pauses[0] <= 1.2 and 7 < pauses[1] <= 12 and 20 < pauses[2] <= claim_module.MAX_PATIENCE_S * 1.2
+
+
+def test_a_job_that_is_too_large_for_every_gpu_waits_longest_and_reserves_nothing(db):
+    hand, _ = full(db)
+    (job_id,) = submit(db, min_memory_mb=9001)
+    grow_old(db, job_id)
+    hand.offer(job_id)
+    assert waits_s(db, job_id) > 40
+    assert reserved(db) == {}
+
+
+# --- starving ---
+
+
+def test_a_job_that_starves_gets_the_next_room(db):
+    hand, (holder,) = full(db)
+    big, small = submit(db, min_memory_mb=5000)[0], submit(db, min_memory_mb=500)[0]
+    grow_old(db, big)
+    answer = hand.offer(big)[big]
+    assert isinstance(answer, NotClaimed)
+    assert reserved(db) == {"GPU-0": big}
+    assert waits_s(db, big) <= claim_module.RESERVED_RETRY_S * 1.2
+    assert "reserved for another request" in hand.offer(small)[small].reason  # though it would fit
+    hand.finish(holder)
+    again(db, small)
+    assert isinstance(hand.offer(small)[small], NotClaimed)
+    again(db, big)
+    assert isinstance(hand.offer(big)[big], Claim)
+    assert reserved(db) == {}
+    again(db, small)
+    assert isinstance(hand.offer(small)[small], Claim)
+
+
+def test_a_job_that_has_not_waited_long_enough_reserves_nothing(db):
+    hand, _ = full(db)
+    (big,) = submit(db, min_memory_mb=5000)
+    grow_old(db, big, seconds=55.0)
+    hand.offer(big)
+    assert reserved(db) == {}
+
+
+def test_a_reservation_goes_on_while_its_job_waits_and_ends_when_it_vanishes(db):
+    hand, _ = full(db)
+    big, small = submit(db, min_memory_mb=5000)[0], submit(db, min_memory_mb=500)[0]
+    grow_old(db, big)
+    hand.offer(big)
+    db.write(lambda conn: conn.execute(update(schema.gpus).values(reserved_until=utc_shift(1.0))))
+    again(db, big)
+    hand.offer(big)
+    left_s = (rows(db, schema.gpus)[0].reserved_until - now(db)).total_seconds()
+    assert 10 < left_s <= claim_module.RESERVED_S
+    db.write(lambda conn: withdraw.cancel(conn, big))
+    db.write(lambda conn: conn.execute(update(schema.gpus).values(reserved_until=utc_shift(-0.1))))
+    assert isinstance(hand.offer(small)[small], Claim)
+
+
+def test_the_second_that_starves_does_not_take_the_reservation_of_the_first(db):
+    hand, _ = full(db)
+    first, second = submit(db, 2, min_memory_mb=5000)
+    grow_old(db, first, second)
+    hand.offer(first)
+    hand.offer(second)
+    assert reserved(db) == {"GPU-0": first}
+    assert waits_s(db, second) > 4  # with everybody else
+
+
+def test_a_job_reserves_on_one_node_only_and_every_worker_keeps_it_so(db):
+    near, _ = full(db, gpu(0, total_mb=10_000), node="near")
+    far, _ = full(db, gpu(1, total_mb=10_000), node="far")
+    (big,) = submit(db, min_memory_mb=5000)
+    grow_old(db, big, seconds=1000.0)
+    near.offer(big)
+    assert reserved(db) == {"GPU-0": big}
+    mine = update(schema.gpus).where(schema.gpus.c.gpu_uuid == "GPU-0")
+    db.write(lambda conn: conn.execute(mine.values(reserved_until=utc_shift(1.0))))
+    again(db, big)
+    far.offer(big)
+    assert reserved(db) == {"GPU-0": big}
+    (kept,) = [gpu for gpu in rows(db, schema.gpus) if gpu.gpu_uuid == "GPU-0"]
+    assert (kept.reserved_until - now(db)).total_seconds() > 10
+    assert waits_s(db, big) <= claim_module.RESERVED_RETRY_S * 1.2
+
+
+@pytest.mark.parametrize("why", ["lost", "quarantined", "stale", "foreign", "nobody serves it"])
+def test_a_reservation_that_became_useless_is_made_elsewhere(db, why):
+    near, _ = full(db, gpu(0, total_mb=10_000), node="near")
+    far, _ = full(db, gpu(1, total_mb=10_000), node="far")
+    (big,) = submit(db, min_memory_mb=5000)
+    grow_old(db, big)
+    near.offer(big)
+    assert reserved(db) == {"GPU-0": big}
+    values: Any = {
+        "lost": {"health": "lost"},
+        "quarantined": {"quarantined_at": utc_shift(0.0)},
+        "stale": {"sampled_at": utc_shift(-100.0)},
+        "foreign": {"foreign_mb": 5000},
+        "nobody serves it": {},
+    }[why]
+    if values:
+        mine = update(schema.gpus).where(schema.gpus.c.gpu_uuid == "GPU-0")
+        db.write(lambda conn: conn.execute(mine.values(values)))
+    else:
+        db.write(lambda conn: nodes.deregister(conn, near.worker))
+    again(db, big)
+    far.offer(big)
+    assert reserved(db)["GPU-1"] == big
+    assert waits_s(db, big) <= claim_module.RESERVED_RETRY_S * 1.2
+
+
+def test_half_a_reservation_is_completed(db):
+    """Another had one of the two GPUs when they were to be reserved."""
+    hand, _ = full(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))
+    (big,) = submit(db, min_memory_mb=5000, gpu_count=2)
+    grow_old(db, big)
+    db.write(lambda conn: gpus.reserve(conn, ["GPU-0"], big, 15.0))
+    hand.offer(big)
+    assert reserved(db) == {"GPU-0": big, "GPU-1": big}
+
+
+def test_a_gpu_that_strangers_fill_is_not_reserved(db):
+    hand = hire(db, gpu(0, total_mb=10_000, foreign_mb=5000), gpu(1, total_mb=10_000))
+    hand.claim(*submit(db, min_memory_mb=8000))
+    (big,) = submit(db, min_memory_mb=5000)
+    grow_old(db, big)
+    hand.offer(big)
+    assert reserved(db) == {"GPU-1": big}
 
 
 # --- lost answers ---

@@ -9,7 +9,19 @@ import pytest
 from sqlalchemy import event, insert, text
 
 from orchestrator.jobs import ErrorKind, Status
-from orchestrator.store import audit, dead_letters, job_reads, leadership, leases, nodes, outbox, schema, withdraw
+from orchestrator.store import (
+    audit,
+    dead_letters,
+    gpus,
+    job_reads,
+    leadership,
+    leases,
+    nodes,
+    outbox,
+    residency,
+    schema,
+    withdraw,
+)
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.job_reads import Filter
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
@@ -78,7 +90,24 @@ def crowd(db) -> Hand:
                     "token": f"{i:064}",
                     "state": "active" if i < 400 else "released",
                     "expires_at": moment(i) if i < 10 or i >= 400 else moment(i) + timedelta(days=9),
+                    # Twenty active ones are of this node, and so are all that are over.
+                    "node_id": "node-1" if i < 20 or i >= 400 else f"node-{i}",
+                    "worker_id": hand.worker_id if i < 20 or i >= 400 else f"worker-{i}",
+                    "ending_as": "spent" if 15 <= i < 20 else None,
+                    "resident": 10 <= i < 15 or i >= 1000,
+                    "idle_since": moment(i) if 10 <= i < 15 else None,
+                    "model_id": "m" if 10 <= i < 15 or i >= 1000 else None,
+                    "evicted_at": moment(i) if 10 <= i < 12 or i >= 1000 else None,
                 }
+                for i in range(1500)
+            ],
+        )
+    )
+    db.write(
+        lambda conn: conn.execute(
+            insert(schema.lease_gpus),
+            [
+                {"token": f"{i:064}", "gpu_uuid": "GPU-0" if i < 20 or i >= 400 else f"GPU-{i}", "memory_mb": 1}
                 for i in range(1500)
             ],
         )
@@ -221,6 +250,52 @@ def test_dead_letters_lead_to_their_jobs_and_never_the_reverse(crowded, name):
     assert index in {letters["key"], "ANY"}, dict(letters)
     assert float(letters["r_rows"]) <= most, dict(letters)
     assert (job["type"], job["key"]) == ("eq_ref", "PRIMARY"), dict(job)
+
+
+_KEYS = [f"{i:064}" for i in range(8)]
+#: name → (call, index of the leases, most leases read); their shares are read by the key of each
+LEASES_READ = {
+    "holders": (lambda c, h: gpus.holders(c, "node-1"), "ix_leases_node", 20),
+    "endings": (lambda c, h: leases._endings(c, "node-1"), "ix_leases_node", 20),
+    "evicted": (lambda c, h: residency.evicted(c, h.worker_id, "node-1"), "ix_leases_node", 20),
+    "idle models of a node": (lambda c, h: residency._idle(c, "node-1"), "ix_leases_node", 20),
+    "idle models": (lambda c, h: residency._idle(c, None), "ix_leases_expiry", 400),
+    "warm nodes": (lambda c, h: residency.warm_nodes(c, {"m"}), "ix_leases_expiry", 400),
+    "unwatched": (lambda c, h: leases._free_unwatched(c, 5.0, 100), "ix_leases_expiry", 11),
+    "held": (lambda c, h: leases.free(c, _KEYS), "PRIMARY", 8),
+    "revoked": (lambda c, h: leases.revoke(c, {"GPU-0": "lost"}), "ix_leases_expiry", 400),
+}
+
+
+@pytest.mark.parametrize("name", LEASES_READ)
+def test_what_is_over_costs_those_nothing_who_look_for_live_leases(crowded, name):
+    call, index, most = LEASES_READ[name]
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, lambda conn: call(conn, crowded))
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+        connection.rollback()
+    first, *shares = plan
+    assert (first["table"], first["key"]) == ("orchestrator_leases", index), plan
+    assert float(first["r_rows"]) <= most, dict(first)
+    for step in shares:
+        assert (step["table"], step["key"]) == ("lease_gpus", "PRIMARY"), plan
+        assert float(step["r_rows"]) <= 1, plan
+
+
+@pytest.mark.parametrize("name", LEASES_READ)
+def test_leases_are_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):
+    path = tmp_path / "copy.db"
+    path.write_bytes(sqlite_with_tables.read_bytes())
+    db = open_database(f"sqlite:///{path}")
+    call, index, _most = LEASES_READ[name]
+    hand = hire(db)
+    statement, parameters = first_select(db.engine, lambda conn: call(conn, hand))
+    with db.engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).mappings().all()
+    details = " / ".join(step["detail"] for step in plan)
+    assert "SCAN" not in details
+    assert index in details or index == "PRIMARY", details
 
 
 @pytest.mark.parametrize("count", [2, 16])

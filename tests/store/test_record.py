@@ -88,6 +88,17 @@ def test_a_hand_back_charges_nothing_and_the_attempt_still_grows(db):
         assert claim.attempt == attempt + 1
 
 
+def test_a_hand_back_may_name_a_pause(db):
+    """The memory was not really there: asking again at once would get the same answer."""
+    hand, claim = claimed(db, min_memory_mb=1000)
+    end = End(claim.job_id, claim.attempt, Outcome.HANDED_BACK, error="needs 1000 MB", retry_after_s=30.0)
+    assert hand.record(ends=[end])[0].arrow is rules.HAND_BACK
+    job = row(db, claim.job_id)
+    assert (job.status, job.queued, job.attempts, job.wait_reason) == ("pending", "delayed", 0, "needs 1000 MB")
+    assert timedelta(seconds=25) < job.not_before - now(db) <= timedelta(seconds=30)
+    assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+
+
 def test_attempts_that_are_used_up_bury_the_job(db):
     hand, claim = claimed(db, max_attempts=3)
     arrows = []
@@ -101,16 +112,17 @@ def test_attempts_that_are_used_up_bury_the_job(db):
     assert job.finished_at is not None
 
 
-def test_crashes_are_counted_apart_and_bury_a_job_that_has_attempts_left(db):
+@pytest.mark.parametrize("kind", [ErrorKind.WORKER_LOST, ErrorKind.GPU_LOST])
+def test_crashes_are_counted_apart_and_bury_a_job_that_has_attempts_left(db, kind):
     hand, claim = claimed(db, max_attempts=50)
     assert hand.fail(claim, ErrorKind.TRANSIENT, retry_after_s=0.0).arrow is rules.RETRY
     (claim,) = hand.claim(claim.job_id)
-    assert hand.fail(claim, ErrorKind.WORKER_LOST).arrow is rules.RETRY
-    assert row(db, claim.job_id).crashes == 1
+    assert hand.fail(claim, kind).arrow is rules.RETRY
+    assert (row(db, claim.job_id).crashes, row(db, claim.job_id).queued) == (1, "ready")
     (claim,) = hand.claim(claim.job_id)
-    assert hand.fail(claim, ErrorKind.WORKER_LOST).arrow is rules.BURY
+    assert hand.fail(claim, kind).arrow is rules.BURY
     job = row(db, claim.job_id)
-    assert (job.status, job.crashes, job.attempts, job.error_kind) == ("dead_letter", 2, 3, "worker_lost")
+    assert (job.status, job.crashes, job.attempts, job.error_kind) == ("dead_letter", 2, 3, kind)
 
 
 def test_a_long_error_is_cut_and_a_strange_one_kept(db):

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Thread
+from typing import Any
 
 import pytest
 from sqlalchemy import text, update
@@ -58,6 +59,17 @@ def ask(db, memory_mb, terms=TERMS, **fields):
     request = LeaseRequest(**({"agent": "a", "memory_mb": memory_mb, "ttl_s": 60.0} | fields))
     (answer,) = db.write(lambda conn: grants.grant(conn, [request], terms))
     return answer
+
+
+def offer(hand, job_id, **fields):
+    return hand.offer(job_id, **fields)[job_id]
+
+
+def under(claim):
+    """The lease of a claim."""
+    assert isinstance(claim, Claim), claim
+    assert claim.lease is not None
+    return claim.lease
 
 
 def evicted(db):
@@ -144,9 +156,9 @@ def test_the_next_job_of_the_model_runs_under_its_lease(db):
     hand = hire(db, gpu())
     slot = settle_in(hand)
     job_id = job(db)
-    answer = hand.offer(job_id, warm=[slot], blank=0)[job_id]
+    answer = offer(hand, job_id, warm=[slot], blank=0)
     assert isinstance(answer, Claim)
-    assert (answer.lease.key, answer.lease.resident, answer.lease.gpus) == (slot.key, slot.key, slot.gpus)
+    assert (under(answer).key, under(answer).resident, under(answer).gpus) == (slot.key, slot.key, slot.gpus)
     assert row(db, job_id).lease_token == slot.key
     assert (lease_of(db, slot.key).job_id, lease_of(db, slot.key).idle_since) == (job_id, None)
     assert leased(db) == 5000
@@ -170,9 +182,9 @@ def test_a_job_that_needs_something_else_does_not_run_there(db, wish, offered):
     hand = hire(db, gpu(0), gpu(1))
     slot = settle_in(hand)
     job_id = job(db, **wish)
-    answer = hand.offer(job_id, warm=[_with(slot, offered)])[job_id]
+    answer = offer(hand, job_id, warm=[_with(slot, offered)])
     assert isinstance(answer, Claim)
-    assert answer.lease.resident is None
+    assert under(answer).resident is None
     assert lease_of(db, slot.key).job_id is None
 
 
@@ -184,7 +196,7 @@ def test_a_smaller_job_runs_there_too(db):
     hand = hire(db, gpu())
     slot = settle_in(hand)
     job_id = job(db, 100)
-    assert hand.offer(job_id, warm=[slot])[job_id].lease.resident == slot.key
+    assert offer(hand, job_id, warm=[slot]).lease.resident == slot.key
 
 
 def test_one_model_serves_one_job_at_a_time(db):
@@ -192,7 +204,7 @@ def test_one_model_serves_one_job_at_a_time(db):
     slots = [settle_in(hand, 1), settle_in(hand, 2)]
     ids = [job(db) for _ in range(3)]
     answers = hand.offer(*ids, warm=slots)
-    used = [answers[job_id].lease.resident for job_id in ids]
+    used = [under(answers[job_id]).resident for job_id in ids]
     assert sorted(used, key=str) == sorted([None, slots[0].key, slots[1].key], key=str)
     assert leased(db) == 15_000
 
@@ -201,7 +213,7 @@ def test_one_model_serves_one_job_at_a_time(db):
 def test_a_lease_that_is_of_no_use_any_more_is_not_occupied(db, why):
     hand = hire(db, gpu())
     slot = settle_in(hand)
-    values = {
+    values: Any = {
         "evicted": {"evicted_at": utc_shift(0.0)},
         "ending": {"ending_as": "spent", "ending_since": utc_shift(0.0)},
         "over": {"state": "spent"},
@@ -212,8 +224,8 @@ def test_a_lease_that_is_of_no_use_any_more_is_not_occupied(db, why):
     change(db, slot.key, **values)
     before = lease_of(db, slot.key)
     job_id = job(db)
-    answer = hand.offer(job_id, warm=[slot])[job_id]
-    assert answer.lease.resident is None  # it got a lease of its own
+    answer = offer(hand, job_id, warm=[slot])
+    assert under(answer).resident is None  # it got a lease of its own
     assert lease_of(db, slot.key) == before
 
 
@@ -222,7 +234,7 @@ def test_when_one_warm_slot_was_asked_to_leave_another_serves(db):
     gone, there = settle_in(hand, 1), settle_in(hand, 2)
     change(db, gone.key, evicted_at=utc_shift(0.0))
     job_id = job(db)
-    assert hand.offer(job_id, warm=[gone, there], blank=0)[job_id].lease.resident == there.key
+    assert offer(hand, job_id, warm=[gone, there], blank=0).lease.resident == there.key
 
 
 def test_a_claim_under_a_warm_model_whose_answer_was_lost_is_made_anew_under_it(db, lose_commits):
@@ -230,9 +242,9 @@ def test_a_claim_under_a_warm_model_whose_answer_was_lost_is_made_anew_under_it(
     slot = settle_in(hand)
     job_id = job(db)
     lose_commits(1)
-    answer = hand.offer(job_id, warm=[slot], blank=0)[job_id]
+    answer = offer(hand, job_id, warm=[slot], blank=0)
     assert isinstance(answer, Claim), answer
-    assert (answer.attempt, answer.lease.resident) == (2, slot.key)
+    assert (answer.attempt, under(answer).resident) == (2, slot.key)
     lease = lease_of(db, slot.key)
     assert (lease.state, lease.job_id) == ("active", job_id)
     assert leased(db) == 5000
@@ -246,7 +258,7 @@ def test_a_stray_under_a_warm_model_and_one_under_its_own_lease_are_both_handed_
     assert all(isinstance(one, Claim) for one in hand.offer(warm, cold, warm=[slot]).values())
     assert leased(db) == 5100
     answers = hand.offer(warm, cold, warm=[])  # it knows of neither, nor of the model
-    assert [answers[job_id].lease.resident for job_id in (warm, cold)] == [None, None]
+    assert [under(answers[job_id]).resident for job_id in (warm, cold)] == [None, None]
     lease = lease_of(db, slot.key)
     assert (lease.state, lease.job_id, lease.idle_since is None) == ("active", None, False)
     assert leased(db) == 10_100
@@ -259,7 +271,7 @@ def test_a_job_that_needs_a_process_of_its_own_waits_when_all_free_ones_keep_mod
     hand = hire(db, gpu())
     slot = settle_in(hand)
     job_id = job(db, 100, "other")
-    answer = hand.offer(job_id, warm=[slot], blank=0)[job_id]
+    answer = offer(hand, job_id, warm=[slot], blank=0)
     assert answer == NotClaimed(NO_BLANK_SLOT, evicting=True)
     waiting = row(db, job_id)
     assert (waiting.status, waiting.wait_reason, waiting.attempts) == ("pending", NO_BLANK_SLOT, 0)
@@ -280,7 +292,7 @@ def test_as_many_new_leases_as_there_are_blank_slots(db):
 def test_jobs_without_leases_need_no_blank_slot(db):
     hand = hire(db)
     (job_id,) = submit(db)
-    assert isinstance(hand.offer(job_id, blank=0)[job_id], Claim)
+    assert isinstance(offer(hand, job_id, blank=0), Claim)
 
 
 # --- making room ---
@@ -317,7 +329,7 @@ def test_those_stay_that_may(db, why):
     hand = hire(db, gpu(total_mb=20_000))
     slot = settle_in(hand, memory_mb=15_000, pinned=why == "pinned", resident_s=29.0 if why == "young" else 31.0)
     if why == "busy":
-        assert isinstance(next(iter(hand.offer(job(db, 15_000), warm=[slot]).values())), Claim)
+        assert isinstance(offer(hand, job(db, 15_000), warm=[slot]), Claim)
     if why == "ending":
         db.write(lambda conn: leases.let_go(conn, [slot.key], "spent"))
     answer = ask(db, 10_000, node_id="elsewhere" if why == "elsewhere" else None, cpu_fallback=why == "cpu")
@@ -329,6 +341,13 @@ def test_the_min_residency_is_a_setting(db):
     hand = hire(db, gpu(total_mb=20_000))
     settle_in(hand, memory_mb=15_000, resident_s=29.0)
     assert ask(db, 10_000, Terms(STALE_S, resident_min_s=20.0)).evicting
+
+
+def test_a_row_that_somebody_edited_stands_in_nobodys_way(db):
+    hand = hire(db, gpu(total_mb=20_000))
+    slot = settle_in(hand, memory_mb=15_000)
+    change(db, slot.key, idle_since=None)
+    assert ask(db, 10_000).evicting
 
 
 def test_the_same_models_are_not_counted_for_two_of_a_batch(db):
@@ -343,7 +362,7 @@ def test_a_job_that_finds_no_room_makes_some(db):
     hand = hire(db, gpu(total_mb=20_000))
     slot = settle_in(hand, memory_mb=15_000)
     job_id = job(db, 10_000, "other")
-    answer = hand.offer(job_id)[job_id]
+    answer = offer(hand, job_id)
     assert isinstance(answer, NotClaimed) and answer.evicting
     assert evicted(db) == [slot.key]
     assert (row(db, job_id).not_before - now(db)).total_seconds() < 0.5
@@ -354,7 +373,7 @@ def test_a_job_asks_only_models_of_its_own_node_to_leave(db):
     settle_in(far, 1, memory_mb=15_000)
     near.claim(job(db, 15_000))
     job_id = job(db, 10_000, "other")
-    assert near.offer(job_id)[job_id].evicting is False
+    assert offer(near, job_id).evicting is False
     assert evicted(db) == []
 
 
@@ -395,7 +414,7 @@ def test_who_occupies_while_another_evicts_sees_it(maria_db):
     answers = []
     with db.engine.begin() as evictor:
         (denied,) = grants.grant(evictor, [LeaseRequest("a", 10_000, 60.0)], TERMS)
-        assert denied.evicting
+        assert isinstance(denied, Denied) and denied.evicting
         occupier = Thread(
             target=lambda: answers.append(db.write(lambda conn: residency.occupy(conn, slot, "j", hand.worker_id))),
             name="occupier",
@@ -429,7 +448,7 @@ def test_a_model_is_never_occupied_and_evicted(db):
 
         def occupy(slot=slot, job_id=job_id, together=together):
             together.wait(20)
-            return hand.offer(job_id, warm=[slot], blank=0)[job_id]
+            return offer(hand, job_id, warm=[slot], blank=0)
 
         def evict(together=together):
             together.wait(20)

@@ -3,9 +3,13 @@
 import pytest
 from sqlalchemy import insert
 
-from orchestrator.store import dead_letters, outbox, schema, withdraw
+from orchestrator.gpu import GpuProcess
+from orchestrator.leases import Denied, LeaseRequest, Remains, ResidentSlot, Terms
+from orchestrator.store import dead_letters, grants, outbox, schema, withdraw
+from orchestrator.store.claim import Claim
+from orchestrator.store.settle import Left
 from orchestrator.store.submit import submit_jobs
-from tests.factories import POLICY, done, gpu, hire, is_sqlite, many_jobs, new_job, submit, traffic
+from tests.factories import POLICY, active_leases, done, gpu, hire, is_sqlite, many_jobs, new_job, submit, traffic
 
 
 def statements(seen):
@@ -92,3 +96,56 @@ def test_an_idle_publisher_costs_one_look(db):
         db.write(lambda conn: outbox.take(conn, "default", 100))
     assert len(statements(seen)) == 1
     assert is_sqlite(db) or seen.commits == 1
+
+
+def many_gpus(db, hand, busy):
+    marks = [f"{hand.worker_id}#{n}" for n in range(8)]
+    processes = [(GpuProcess(n, 100, mark=marks[n]),) if busy else () for n in range(8)]
+    return [gpu(n, used_mb=100, processes=processes[n]) for n in range(8)]
+
+
+@pytest.mark.parametrize("resident", [0, 1])
+def test_a_sample_of_8_gpus_costs_as_much_as_one_of_a_single_gpu(db, resident):
+    hand = hire(db, *[gpu(n) for n in range(8)])
+    hand.claim(*submit(db, 8, min_memory_mb=20_000))
+    with traffic(db) as seen:
+        hand.sees(*many_gpus(db, hand, busy=True), busy=8, resident=resident)
+    assert len([s for s in statements(seen) if s.startswith("INSERT INTO gpus")]) == 1
+    # The heartbeat: worker, leases, node. The sample: endings, foreign before, holders, the write; models to evict.
+    assert len(statements(seen)) <= 8, seen.statements
+    assert seen.commits == 1
+
+
+def test_ending_8_leases_whose_processes_are_gone(db):
+    hand = hire(db, *[gpu(n) for n in range(8)])
+    claims = hand.claim(*submit(db, 8, min_memory_mb=20_000))
+    hand.record(ends=[done(claim)._replace(left=Left(Remains.PROCESSES, "w#1")) for claim in claims])
+    with traffic(db) as seen:
+        hand.sees(*many_gpus(db, hand, busy=False))
+    assert active_leases(db) == []
+    # 8 more: the heartbeat and the sample; then one look, one UPDATE of leases, and one for each GPU.
+    assert len(statements(seen)) <= 8 + 2 + 8, seen.statements
+
+
+def test_making_room_looks_up_the_idle_models_once_a_batch(db):
+    hand = hire(db, gpu(0, total_mb=10_000))
+    hand.claim(*submit(db, min_memory_mb=9000))
+    wishes = [LeaseRequest("a", 1000, 60.0) for _ in range(16)]
+    with traffic(db) as seen:
+        answers = db.write(lambda conn: grants.grant(conn, wishes, Terms(30.0)))
+    assert all(isinstance(answer, Denied) for answer in answers)
+    assert len(statements(seen)) <= 3, seen.statements  # the GPUs, the idle models, the time
+
+
+def test_claiming_8_jobs_under_warm_models(db):
+    hand = hire(db, gpu())
+    claims = hand.claim(*submit(db, 8, min_memory_mb=100))
+    kept = [(f"model:{n}", claim) for n, claim in enumerate(claims)]
+    hand.record(ends=[done(claim)._replace(left=Left(Remains.MODEL, f"w#{key}", key, "echo")) for key, claim in kept])
+    warm = [ResidentSlot(key, "echo", None, 100, claim.lease.gpus) for key, claim in kept]
+    ids = submit(db, 8, min_memory_mb=100)
+    with traffic(db) as seen:
+        answers = hand.offer(*ids, warm=warm, blank=0)
+    assert all(isinstance(answer, Claim) for answer in answers.values())
+    # For each, the lease is occupied and the job moved under it; the look and the audit are shared.
+    assert len(statements(seen)) <= 4 + 2 * 8, seen.statements

@@ -1,0 +1,207 @@
+"""Answers to requests: what a host must have too, which GPUs will do, and refusals with evidence."""
+
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import update
+
+from orchestrator.gpu import Health
+from orchestrator.leases import RETRY_AFTER_S, Denied, Granted, LeaseRequest, Terms
+from orchestrator.placement import Policy, Reason
+from orchestrator.store import gpus, grants, leases, schema
+from orchestrator.store.dialect import utc_shift
+from tests.factories import STALE_S, gpu, hire, rows
+
+TERMS = Terms(STALE_S, Policy.BEST_FIT)
+
+
+def request(memory_mb=1000, **fields):
+    return LeaseRequest(**({"agent": "a", "memory_mb": memory_mb, "ttl_s": 60.0} | fields))
+
+
+def grant(db, *requests):
+    return db.write(lambda conn: grants.grant(conn, requests, TERMS))
+
+
+def ask(db, memory_mb=1000, **fields):
+    (answer,) = grant(db, request(memory_mb, **fields))
+    return answer
+
+
+def set_host(db, node_id="node-1", **has):
+    mine = update(schema.nodes).where(schema.nodes.c.node_id == node_id).values(**has)
+    db.write(lambda conn: conn.execute(mine))
+
+
+def set_gpus(db, **values):
+    db.write(lambda conn: conn.execute(update(schema.gpus).values(**values)))
+
+
+def on_hosts(db):
+    return {node.node_id: (node.leased_cpu_milli, node.leased_memory_mb) for node in rows(db, schema.nodes)}
+
+
+def leased(db):
+    return {row.gpu_uuid: row.leased_mb for row in rows(db, schema.gpus)}
+
+
+# --- hosts ---
+
+
+def test_a_lease_takes_of_its_host_and_gives_it_back(db):
+    hire(db, gpu())
+    set_host(db, cpu_milli=4000, memory_mb=1000)
+    answer = ask(db, host_cpu_milli=3000, host_memory_mb=600)
+    assert isinstance(answer, Granted)
+    assert on_hosts(db) == {"node-1": (3000, 600)}
+    (lease,) = rows(db, schema.leases)
+    assert (lease.host_cpu_milli, lease.host_memory_mb) == (3000, 600)
+    db.write(lambda conn: leases.release(conn, answer.request.token))
+    assert (on_hosts(db), leased(db)) == ({"node-1": (0, 0)}, {"GPU-0": 0})
+
+
+@pytest.mark.parametrize(
+    ("wish", "code", "words"),
+    [
+        ({"host_cpu_milli": 4001}, Reason.HOST_CPU, "4000 of 4001 needed CPU milli"),
+        ({"host_memory_mb": 1001}, Reason.HOST_MEMORY, "1000 of 1001 needed MB"),
+    ],
+)
+def test_a_host_that_has_too_little_refuses_with_numbers(db, wish, code, words):
+    hire(db, gpu())
+    set_host(db, cpu_milli=4000, memory_mb=1000)
+    answer = ask(db, **wish)
+    assert isinstance(answer, Denied)
+    assert answer.code is code
+    assert words in answer.reason
+    assert (on_hosts(db), leased(db)) == ({"node-1": (0, 0)}, {"GPU-0": 0})
+
+
+def test_a_batch_sees_what_its_own_members_took_of_a_host(db):
+    hire(db, gpu())
+    set_host(db, cpu_milli=4000)
+    answers = grant(db, *[request(100, host_cpu_milli=1500) for _ in range(3)])
+    assert [isinstance(answer, Granted) for answer in answers] == [True, True, False]
+    assert on_hosts(db) == {"node-1": (3000, 0)}
+
+
+def test_what_a_host_does_not_tell_does_not_limit(db):
+    hire(db, gpu())
+    assert isinstance(ask(db, host_cpu_milli=10**6, host_memory_mb=10**6), Granted)
+    assert on_hosts(db) == {"node-1": (10**6, 10**6)}
+
+
+def test_the_host_with_room_is_chosen(db):
+    hire(db, gpu(0), node="small")
+    hire(db, gpu(1, total_mb=90_000), node="large")
+    set_host(db, "small", memory_mb=100)
+    assert ask(db, host_memory_mb=200).node_id == "large"
+
+
+def test_a_lease_without_gpu_takes_nothing_of_a_host(db):
+    hire(db, gpu(foreign_mb=24_000))
+    set_host(db, cpu_milli=4000)
+    answer = ask(db, cpu_fallback=True, host_cpu_milli=3000)
+    assert answer.mode == "cpu"
+    db.write(lambda conn: leases.release(conn, answer.request.token))
+    assert on_hosts(db) == {"node-1": (0, 0)}
+
+
+def test_a_host_taken_meanwhile_takes_no_gpu(db, monkeypatch):
+    """The look says there is room, the UPDATE knows better."""
+    hire(db, gpu())
+    set_host(db, cpu_milli=4000)
+    hosts = db.read(gpus.hosts)
+    monkeypatch.setattr(gpus, "hosts", lambda _conn: hosts)
+    set_host(db, leased_cpu_milli=2000)
+    starved, modest = grant(db, request(500, host_cpu_milli=3000), request(700, host_cpu_milli=1000))
+    assert starved.code is Reason.CONTENDED
+    assert isinstance(modest, Granted)
+    assert (on_hosts(db), leased(db)) == ({"node-1": (3000, 0)}, {"GPU-0": 700})
+
+
+def test_a_gpu_taken_meanwhile_gives_the_host_back(db, monkeypatch):
+    hire(db, gpu())
+    set_host(db, cpu_milli=4000, memory_mb=4000)
+    views = db.read(lambda conn: gpus.views(conn, STALE_S))
+    monkeypatch.setattr(gpus, "views", lambda *_args: views)
+    set_gpus(db, quarantined_at=utc_shift(0.0))
+    answer = ask(db, host_cpu_milli=3000, host_memory_mb=50)
+    assert answer.code is Reason.CONTENDED
+    assert (on_hosts(db), leased(db)) == ({"node-1": (0, 0)}, {"GPU-0": 0})
+
+
+# --- which GPUs ---
+
+
+def test_only_a_gpu_of_a_wanted_model_will_do(db):
+    hire(db, gpu(0, name="T4"), gpu(1, name="A100"))
+    assert [share.gpu_uuid for share in ask(db, gpu_models=frozenset({"A100", "H100"})).gpus] == ["GPU-1"]
+    refused = ask(db, gpu_models=frozenset({"H100"}))
+    assert (refused.code, "of H100" in refused.reason) == (Reason.WRONG_MODEL, True)
+    assert "it is of the model T4" in refused.reason
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ({"foreign_mb": 24_000}, Reason.NO_MEMORY),
+        ({"sampled_at": utc_shift(-STALE_S - 1)}, Reason.STALE),
+        ({"health": "unhealthy"}, Reason.UNHEALTHY),
+        ({"quarantined_at": utc_shift(0.0)}, Reason.QUARANTINED),
+        ({"gate_closed_at": utc_shift(0.0)}, Reason.GATE_CLOSED),
+        ({"reserved_for": "job", "reserved_until": utc_shift(60.0)}, Reason.RESERVED),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Reason) else "",
+)
+def test_a_refusal_has_a_code_evidence_and_a_time_to_ask_again(db, values, code):
+    """INV-15: unknown is not free, and says so."""
+    hire(db, gpu(0), gpu(1))
+    set_gpus(db, **values)
+    answer = ask(db)
+    assert isinstance(answer, Denied)
+    assert (answer.code, answer.retry_after_s) == (code, RETRY_AFTER_S.get(code, 1.0))
+    assert [view.gpu_uuid for view in answer.gpus] == ["GPU-0", "GPU-1"]
+    assert answer.reason.startswith("needs 1000 MB; node-1/0: ")
+    assert rows(db, schema.leases) == []
+
+
+def test_a_cluster_without_gpus_says_so(db):
+    answer = ask(db)
+    assert (answer.code, answer.reason, answer.gpus) == (Reason.NO_GPU, "no GPU is known on the cluster", ())
+
+
+def test_a_reservation_that_ran_out_refuses_nobody(db):
+    hire(db, gpu())
+    set_gpus(db, reserved_for="job", reserved_until=utc_shift(-1.0))
+    assert isinstance(ask(db), Granted)
+
+
+def test_the_answer_that_was_lost_is_undone_with_its_host(db, lose_commits):
+    hire(db, gpu())
+    set_host(db, cpu_milli=4000)
+    first = request(host_cpu_milli=3000)
+    lose_commits(1)
+    (answer,) = grants.grant_to_clients(db, [first], TERMS)
+    assert isinstance(answer, Granted)
+    assert answer.request == replace(first, token=answer.request.token)
+    assert answer.request.token != first.token
+    assert (on_hosts(db), leased(db)) == ({"node-1": (3000, 0)}, {"GPU-0": 1000})
+
+
+def test_answers_that_were_lost_again_and_again_do_not_stand_in_the_way_of_the_last(db, lose_commits):
+    hire(db, gpu(total_mb=10_000))
+    lose_commits(3)
+    (answer,) = grants.grant_to_clients(db, [request(6000)], TERMS)  # there is no room for two of it
+    assert isinstance(answer, Granted)
+    assert leased(db) == {"GPU-0": 6000}
+    (active,) = [lease for lease in rows(db, schema.leases) if lease.state == "active"]
+    assert active.token == answer.key
+
+
+def test_nothing_is_granted_on_a_gpu_that_was_never_well(db):
+    hire(db, gpu(health=Health.UNKNOWN, total_mb=0))
+    assert ask(db).code is Reason.UNHEALTHY
