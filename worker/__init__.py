@@ -4,6 +4,8 @@
     ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs
     ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
     ├─ ledger      claims + leases, starts, ends → one transaction → XACK + XDEL
+    ├─ custody     look at the GPU before a leased job and after it: warm model, nothing, or processes to wait for
+    ├─ gpu-watch   ask the GPU driver, so that it holds up nobody else
     ├─ publisher   keep the lane's window filled
     ├─ doorbell    hear that something changed, and make the next heartbeat come now
     ├─ ownership   answer handlers that ask whether their job is still their own

@@ -1,6 +1,6 @@
 """A slot: one child process that loads handlers once and runs jobs one after the other.
 
-    python -m worker.slot FD PARENT_PID RESULT_LIMIT [MODULE …]
+    python -m worker.slot FD LIFELINE_FD PARENT_PID RESULT_LIMIT [MODULE …]
 
 It talks to its supervisor over FD and to nothing else: no database, no Redis. Whatever a handler does to this
 process, the supervisor sees it end.

@@ -87,16 +87,16 @@ class Leasing:
         on_lost: Callable[[Held], None] | None,
         on_wait: Callable[[str], None] | None,
     ) -> None:
-        self._given = (wanted, url, wait_s, on_lost, on_wait)
+        self._wanted, self._url, self._wait_s = wanted, url, wait_s
+        self._on_lost, self._on_wait = on_lost, on_wait
         self._held: Held | None = None
 
     def __enter__(self) -> Held:
         if self._held is not None:
             raise RuntimeError("this lease is taken already; call lease(…) again for another one")
-        wanted, url, wait_s, on_lost, on_wait = self._given
-        api = Api(url)
+        api = Api(self._url)
         try:
-            held = Held(Asking(api, wanted, wait_s, on_wait).wait(), api, on_lost)
+            held = Held(Asking(api, self._wanted, self._wait_s, self._on_wait).wait(), api, self._on_lost)
         except BaseException:
             api.close()
             raise
@@ -121,7 +121,7 @@ class Leasing:
         finally:
             self._held = None
         # Whatever the block did with the error: it did not run under a lease to its end, and must not seem so.
-        if error is None and self._given[3] is None:
+        if error is None and self._on_lost is None:
             held.check()
 
     def __del__(self) -> None:
@@ -135,7 +135,7 @@ class Leasing:
 
         @functools.wraps(function)
         def leased(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Leasing(*self._given):
+            with Leasing(self._wanted, self._url, self._wait_s, self._on_lost, self._on_wait):
                 return function(*args, **kwargs)
 
         return leased

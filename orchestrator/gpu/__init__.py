@@ -4,7 +4,7 @@
 - `real`: the GPUs of this machine, with what became of those that no longer answer; `simulated`: GPUs kept in files
 - `sampling`: what every backend answers from a fresh sample; `backends`: which one a node uses
 - `watch`: bounds the time that any of them may take
-- `processes`: finds out whose processes use the memory
+- `processes`: finds out whose processes use the memory; `accounts`: how much of it no lease covers
 
 Unknown is not zero: a GPU or a process list that nobody can tell about is never reported as free or empty.
 """

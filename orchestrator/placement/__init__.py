@@ -1,9 +1,10 @@
 """Which GPU gets a request: pure decisions over a snapshot, with a reason for every refusal.
 
-`views` is what placement sees and asks, and why a GPU says no. `cluster` chooses. `policies` compare the nodes that
-fit. `mix` remembers what is usually asked. `room` says what to reserve or unload when nothing fits.
+`views` is what placement sees and asks, and why a GPU says no. `node` is what one machine has left. `cluster` chooses.
+`policies` compare the nodes that fit. `mix` remembers what is usually asked. `room` says what to reserve or unload
+when nothing fits.
 
-A decision is a proposal; the guarded UPDATE in `store.leases` is what grants.
+A decision is a proposal; the guarded UPDATE in `store.gpus` is what grants.
 """
 
 from orchestrator.placement.cluster import Cluster, Evidence, Placed, Refused

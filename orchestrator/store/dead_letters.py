@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
 
 from orchestrator import jobs as job_rules
 from orchestrator.dead_letters import DeadLetter
@@ -119,11 +119,7 @@ def count(conn: Connection, wanted: Filter | None = None) -> int:
 
 def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
     """Latest first; the cursor of the next page, or None at the end."""
-    conditions = wanted.conditions()
-    if cursor is not None:
-        buried_at, job_id = paging.decode(cursor)
-        same_moment = and_(dead_letters.c.buried_at == buried_at, dead_letters.c.job_id < job_id)
-        conditions.append(or_(dead_letters.c.buried_at < buried_at, same_moment))
+    conditions = wanted.conditions() + paging.after(cursor, dead_letters.c.buried_at, dead_letters.c.job_id)
     query = in_order(
         select(
             dead_letters.c.job_id,
@@ -144,8 +140,8 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
         .order_by(dead_letters.c.buried_at.desc(), dead_letters.c.job_id.desc())
         .limit(limit + 1)
     ).all()
-    following = paging.encode(rows[limit - 1].buried_at, rows[limit - 1].job_id) if len(rows) > limit else None
-    return [row._asdict() for row in rows[:limit]], following
+    shown, following = paging.split(rows, limit, "buried_at")
+    return [row._asdict() for row in shown], following
 
 
 def _by_time(query: Select[Any], wanted: Filter) -> Select[Any]:

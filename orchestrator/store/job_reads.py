@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, or_, select
+from sqlalchemy import Connection, func, select
 
 from orchestrator.errors import JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
@@ -89,14 +89,10 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
         )
         if value is not None
     ]
-    if cursor is not None:
-        created_at, job_id = paging.decode(cursor)
-        same_moment = and_(jobs.c.created_at == created_at, jobs.c.job_id < job_id)
-        conditions.append(or_(jobs.c.created_at < created_at, same_moment))
+    conditions += paging.after(cursor, jobs.c.created_at, jobs.c.job_id)
     query = select(*_LISTED).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.job_id.desc())
-    rows = conn.execute(query.limit(limit + 1)).all()
-    following = paging.encode(rows[limit - 1].created_at, rows[limit - 1].job_id) if len(rows) > limit else None
-    return [_readable(row._asdict()) for row in rows[:limit]], following
+    shown, following = paging.split(conn.execute(query.limit(limit + 1)).all(), limit, "created_at")
+    return [_readable(row._asdict()) for row in shown], following
 
 
 def _readable(record: dict[str, Any]) -> dict[str, Any]:
