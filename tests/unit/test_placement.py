@@ -219,17 +219,17 @@ VIEWS = st.builds(
     usable_mb=st.integers(0, 100),
     leased_mb=st.integers(0, 60),
     foreign_mb=st.sampled_from([0, 0, 0, 20, 120]),
-    health=st.sampled_from(["ok", "ok", "ok", "lost"]),
-    fresh=st.sampled_from([True, True, True, False]),
+    health=st.sampled_from(["ok"] * 9 + ["lost"]),
+    fresh=st.sampled_from([True] * 9 + [False]),
     name=st.sampled_from(["", "T4"]),
-    quarantined=st.sampled_from([False, False, True]),
-    gated=st.sampled_from([False, False, True]),
-    reserved_for=st.sampled_from([None, None, "k"]),
+    quarantined=st.sampled_from([False] * 9 + [True]),
+    gated=st.sampled_from([False] * 9 + [True]),
+    reserved_for=st.sampled_from([None] * 4 + ["k"]),
 )
 CLUSTERS = st.lists(VIEWS, max_size=12, unique_by=lambda view: view.gpu_uuid)
 AMOUNTS = st.none() | st.integers(0, 50)
-HOSTS = st.dictionaries(st.sampled_from("abcd"), st.tuples(AMOUNTS, AMOUNTS)).map(
-    lambda known: [HostView(node, *amounts) for node, amounts in known.items()]
+HOSTS = st.sets(st.builds(HostView, st.sampled_from("abcd"), AMOUNTS, AMOUNTS), max_size=4).map(
+    lambda hosts: list({host.node_id: host for host in hosts}.values())
 )
 ASKS = st.builds(
     Ask,
