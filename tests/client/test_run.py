@@ -358,6 +358,10 @@ def leased(command: str) -> str:
 
 
 def test_the_command_has_the_terminal(shell: Shell, server: Orchestrator):
+    look = "import os; print('foreground', os.tcgetpgrp(0) == os.getpgrp())"
+    shell.type(f"{leased(shlex.join([sys.executable, '-c', look]))}\n")
+    shell.expect(r"\nforeground True")
+    shell.expect(r"\$ ")
     shell.type(f"{leased('cat')}; echo code=$?\n")
     wait_until(server.leases, timeout=PATIENCE_S)
     shell.type("hello\n")
