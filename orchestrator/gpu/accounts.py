@@ -69,11 +69,14 @@ def _covered(gpu: Gpu, leases: Sequence[Holder]) -> int:
     return min(known, leased)
 
 
-def still_held(gpu: Gpu, holder: Holder, running: Collection[str]) -> bool:
+def still_held(gpu: Gpu, holder: Holder, running: Collection[str], others_mb: int = 0) -> bool:
     """Whether processes of an ended lease may hold memory here still.
 
-    Where processes cannot be told apart, the slots that are known to run decide.
+    Where processes cannot be told apart, the slots that are known to run decide. `others_mb` is what other leases of
+    the same holder allow it here: a process that takes one lease after the other need not end in between.
     """
     if gpu.processes is None:
         return holder.slot in running if holder.slot else False
-    return any(holder.owns(process) for process in gpu.processes)
+    own = [process.memory_mb for process in gpu.processes if holder.owns(process)]
+    # A number that the driver does not tell is left to the other leases; what exceeds them is foreign anyway.
+    return bool(own) and (not others_mb or sum(size or 0 for size in own) > others_mb)
