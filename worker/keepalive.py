@@ -78,8 +78,9 @@ class Keepalive:
             cancelled = withdraw.to_stop(conn, self._worker.worker_id, beat.held)
             if not sample:
                 return cancelled, Findings()
+            resident = beat.resident > 0
             return cancelled, inventory.take_stock(
-                conn, self._worker, sample, self._gate, running, patience_s, resident=beat.resident > 0
+                conn, self._worker, sample, self._gate, running, patience_s, resident=resident, taken_at=started
             )
 
         cancelled, findings = self._db.write(work)

@@ -80,11 +80,15 @@ def _covered(gpu: Gpu, account: _Account) -> int:
     return min(known, account.leased_mb)
 
 
-def still_held(gpu: Gpu, holder: Holder, running: Collection[str] | None) -> bool:
+def still_held(gpu: Gpu, holder: Holder, running: Collection[str] | None, others_mb: int = 0) -> bool:
     """Whether processes of an ended lease may hold memory here still.
 
-    Where processes cannot be told apart, the slots that are known to run decide; None: nobody can tell.
+    Where processes cannot be told apart, the slots that are known to run decide; None: nobody can tell. `others_mb` is
+    what other leases of the same holder allow it here: a process that takes one lease after the other need not end in
+    between.
     """
     if gpu.processes is None:
         return holder.slot is not None and (running is None or holder.slot in running)
-    return any(holder.owns(process) for process in gpu.processes)
+    own = [process.memory_mb for process in gpu.processes if holder.owns(process)]
+    # A number that the driver does not tell is left to the other leases; what exceeds them is foreign anyway.
+    return bool(own) and (not others_mb or sum(size or 0 for size in own) > others_mb)

@@ -158,8 +158,8 @@ class Gate:
         return cls(settings.gpu_mem_gate_pct, settings.gpu_gate_hysteresis_pct, settings.gpu_gate_hold_s)
 
 
-def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate) -> None:
-    """Store a node's fresh sample, as one statement. `usable_mb` is what leases and foreign memory may fill together.
+def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate, age_s: float = 0.0) -> None:
+    """Store a node's sample, as one statement. `usable_mb` is what leases and foreign memory may fill together.
 
     A GPU that gives no answer keeps the numbers of its last sample; its health says that they are no news.
     """
@@ -181,7 +181,7 @@ def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate) ->
             "temperature_c": gpu.temperature_c,
             "health": gpu.health,
             "health_reason": gpu.health_reason,
-            "sampled_at": utc_now(),
+            "sampled_at": utc_shift(-age_s),
             "gate_closed_at": utc_now() if _over(gpu, gate.pct) else None,
         }
         for gpu in sorted(sample, key=lambda gpu: gpu.uuid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -34,14 +35,19 @@ def take_stock(
     patience_s: float,
     *,
     resident: bool = True,
+    taken_at: float | None = None,
 ) -> Findings:
-    """Store a sample and act on it. `running` are the worker's own slots; `resident` whether any keeps a model."""
+    """Store a sample and act on it. `running` are the worker's own slots; `resident` whether any keeps a model.
+
+    `taken_at` is the monotonic time before the GPUs were asked (None: just now). What happened between that and this
+    transaction, however long it had to wait for others, the sample does not show.
+    """
     lost = {gpu.uuid: gpu.health_reason or "no reason given" for gpu in sample if gpu.health is Health.LOST}
     if lost:
         leases.revoke(conn, lost)
     answering = [gpu for gpu in sample if gpu.health in (Health.OK, Health.UNHEALTHY)]
-    quarantined = leases.finish_endings(conn, worker, answering, running, patience_s)
-    gpus.record(conn, worker.node_id, sample, gate)
+    quarantined = leases.finish_endings(conn, worker, answering, running, patience_s, taken_at)
+    gpus.record(conn, worker.node_id, sample, gate, time.monotonic() - taken_at if taken_at else 0.0)
     evicted = residency.evicted(conn, worker.worker_id, worker.node_id) if resident else []
     return Findings(tuple(quarantined), tuple(evicted), _orphans(conn, worker, sample))
 

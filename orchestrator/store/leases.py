@@ -7,6 +7,7 @@ counts as active until a sample of its node shows them gone (`finish_endings`), 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
@@ -135,13 +136,23 @@ def let_go(
 
 
 def finish_endings(
-    conn: Connection, worker: Worker, sample: Sequence[Gpu], running: Collection[str], patience_s: float
+    conn: Connection,
+    worker: Worker,
+    sample: Sequence[Gpu],
+    running: Collection[str],
+    patience_s: float,
+    taken_at: float | None = None,
 ) -> list[str]:
     """End the ending leases of a node whose processes are gone; a GPU where they do not go is quarantined.
 
-    `running` are the worker's own slots that live. Returns the GPUs that were quarantined.
+    `running` are the worker's own slots that live; `taken_at` the monotonic time before the sample was taken: it says
+    nothing about leases that their holders used until later. Returns the GPUs that were quarantined.
     """
     endings = _endings(conn, worker.node_id)
+    if taken_at is not None:
+        age_s = time.monotonic() - taken_at  # after the query, so that no lease seems to have ended before the sample
+        endings = {key: rows for key, rows in endings.items() if rows[0].ending_s >= age_s}
+    going_on = _going_on(conn, worker.node_id, {row.pid for rows in endings.values() for row in rows if row.pid})
     by_uuid = {gpu.uuid: gpu for gpu in sample}
     neighbours = {rows[0].worker_id for rows in endings.values()} - {worker.worker_id, None}
     if neighbours and any(gpu.processes is None for gpu in sample):
@@ -154,7 +165,7 @@ def finish_endings(
         uuids = [share.gpu_uuid for share in rows]
         seen = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid]
         known = None if row.worker_id in neighbours else running  # a neighbour says itself which of its slots live
-        held = [gpu for gpu in seen if still_held(gpu, holder, known)]
+        held = [gpu for gpu in seen if still_held(gpu, holder, known, going_on[gpu.uuid, row.pid])]
         if len(seen) == len(uuids) and not held:
             over.setdefault(row.ending_as, []).append(key)
         elif row.ending_s > patience_s:
@@ -191,6 +202,25 @@ def _endings(conn: Connection, node_id: str) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for row in rows:
         found.setdefault(row.token, []).append(row)
+    return found
+
+
+def _going_on(conn: Connection, node_id: str, pids: Collection[int]) -> Counter[tuple[str, int | None]]:
+    """Memory that other leases of these clients' processes allow them, by GPU and process."""
+    found: Counter[tuple[str, int | None]] = Counter()
+    if pids:
+        rows = conn.execute(
+            select(lease_gpus.c.gpu_uuid, leases.c.pid, lease_gpus.c.memory_mb)
+            .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
+            .where(
+                leases.c.node_id == node_id,
+                leases.c.state == "active",
+                leases.c.ending_as.is_(None),
+                leases.c.pid.in_(sorted(pids)),
+            )
+        )
+        for row in rows:
+            found[row.gpu_uuid, row.pid] += row.memory_mb
     return found
 
 

@@ -145,15 +145,14 @@ class Driver:
     def fail(self, call: str, code: int, on: str = "all") -> None:
         self._add("fault", {"call": call, "on": on, "code": code})
 
-    def heal(self, call: str | None = None) -> None:
-        """End the faults and hangs of this call, or all of them."""
-        self._edit(
-            lambda lines: [
-                (kind, fields)
-                for kind, fields in lines
-                if kind not in {"fault", "hang"} or call not in (None, fields["call"])
-            ]
-        )
+    def heal(self, call: str | None = None, on: str | None = None) -> None:
+        """End the faults and hangs of this call, of this GPU (or "all" where that was said), or all of them."""
+
+        def ails(kind: str, fields: dict[str, str]) -> bool:
+            meant = call in (None, fields.get("call")) and on in (None, fields.get("on", "all"))
+            return kind in {"fault", "hang"} and meant
+
+        self._edit(lambda lines: [line for line in lines if not ails(*line)])
 
     def lose(self, uuid: str) -> None:
         """The card falls off the bus: it is counted and answers nothing."""
@@ -189,9 +188,12 @@ class Driver:
     def _edit(self, change: Callable[[list[Line]], list[Line]]) -> None:
         with self.path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            new = self.path.with_suffix(".new")
-            new.write_text("".join(_text(line) for line in change(self._read())))
-            new.replace(self.path)
+            self._write(change(self._read()))
+
+    def _write(self, lines: list[Line]) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(_text(line) for line in lines))
+        new.replace(self.path)
 
 
 def _line(kind: str, fields: dict[str, Any]) -> Line:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 from sqlalchemy import func, select, update
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
+from orchestrator.gpu import GpuProcess
 from orchestrator.leases import Denied, Granted, LeaseRequest, Terms, token_hash
 from orchestrator.placement import Policy, Reason
-from orchestrator.store import gpus, grants, leases, schema
-from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store import gpus, grants, inventory, leases, schema
+from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
+from orchestrator.store.gpus import Gate
 from tests.factories import STALE_S, active_leases, gpu, hire, is_sqlite, now, rows, submit
+from tests.waiting import wait_until
 
 
 def request(memory_mb=1000, **fields):
@@ -354,3 +358,64 @@ def test_no_gpu_is_ever_overcommitted(db):
     while db.write(lambda conn: leases.forget(conn, 60.0)):
         pass
     assert rows(db, schema.leases) == rows(db, schema.lease_gpus) == []
+
+
+# --- leases of a process on the GPU that it goes on using ---
+
+
+def test_a_process_may_take_one_lease_after_the_other_on_the_same_gpu(db):
+    """Its memory under the second is no memory that did not come back from the first."""
+    node = hire(db, gpu(0, total_mb=10_000))
+    first, second = grant(db, request(3000, pid=77, node_id="node-1"), request(4000, pid=77, node_id="node-1"))
+    used = gpu(0, total_mb=10_000, used_mb=4000, processes=(GpuProcess(77, 4000, lineage=(77, 1)),))
+    release(db, first.request.token)
+    assert leased(db) == [7000]
+    assert node.sees(used, patience_s=0.0).quarantined == ()
+    assert leased(db) == [4000]
+    release(db, second.request.token)
+    assert node.sees(used, patience_s=0.0).quarantined == ("GPU-0",)
+
+
+def test_memory_beyond_the_leases_that_go_on_did_not_come_back(db):
+    node = hire(db, gpu(0, total_mb=10_000))
+    first, _second = grant(db, request(3000, pid=77, node_id="node-1"), request(4000, pid=77, node_id="node-1"))
+    release(db, first.request.token)
+    used = gpu(0, total_mb=10_000, used_mb=4001, processes=(GpuProcess(77, 4001, lineage=(77, 1)),))
+    node.sees(used, patience_s=60.0)
+    assert leased(db) == [7000]
+    node.sees(used, patience_s=0.0)
+    (row,) = rows(db, schema.gpus)
+    assert (row.leased_mb, row.foreign_mb, row.quarantined_at is None) == (4000, 1, False)
+
+
+def test_a_sample_taken_before_a_lease_ended_does_not_show_its_processes_gone(db):
+    """They may have come after it was taken, and its transaction waited."""
+    node = hire(db, gpu(0, total_mb=10_000))
+    (held,) = grant(db, request(3000, pid=77, node_id="node-1"))
+    before = time.monotonic()
+    release(db, held.request.token)
+
+    def record(taken_at):
+        sample = [gpu(0, total_mb=10_000)]
+        db.write(
+            lambda conn: inventory.take_stock(conn, node.worker, sample, Gate(90), (), 60.0, taken_at=taken_at),
+        )
+
+    record(before - 0.1)
+    assert leased(db) == [3000]
+    wait_until(lambda: seconds_since_ending(db) > 0.05, what="a moment")
+    record(time.monotonic())
+    assert leased(db) == [0]
+
+
+def test_a_sample_is_as_old_as_the_question_not_as_its_row(db):
+    node = hire(db, gpu(0))
+    taken_at = time.monotonic() - STALE_S - 1
+    db.write(lambda conn: inventory.take_stock(conn, node.worker, [gpu(0)], Gate(90), (), 60.0, taken_at=taken_at))
+    (answer,) = grant(db, request(1000))
+    assert (answer.code, leased(db)) == (Reason.STALE, [0])
+
+
+def seconds_since_ending(db):
+    age = seconds_since(schema.leases.c.ending_since)
+    return float(db.read(lambda conn: conn.execute(select(age)).scalar_one()))
