@@ -69,11 +69,16 @@ def _covered(gpu: Gpu, leases: Sequence[Holder]) -> int:
     return min(known, leased)
 
 
-def still_held(gpu: Gpu, holder: Holder, running: Collection[str]) -> bool:
+def still_held(gpu: Gpu, holder: Holder, running: Collection[str], live: Sequence[Holder] = ()) -> bool:
     """Whether processes of an ended lease may hold memory here still.
 
-    Where processes cannot be told apart, the slots that are known to run decide.
+    `live` are the leases here that go on: what a program, or a worker whose slot nobody knows, uses under those is no
+    longer the ended one's. Where processes cannot be told apart, the slots that are known to run decide.
     """
     if gpu.processes is None:
         return holder.slot in running if holder.slot else False
-    return any(holder.owns(process) for process in gpu.processes)
+    own = [process for process in gpu.processes if holder.owns(process)]
+    others = [] if holder.slot else [lease for lease in live if any(lease.owns(process) for process in own)]
+    if not others:
+        return bool(own)
+    return sum(process.memory_mb or 0 for process in own) > sum(lease.memory_mb for lease in others)

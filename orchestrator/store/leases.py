@@ -18,9 +18,10 @@ from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.gpu import Gpu
 from orchestrator.gpu.accounts import Holder, still_held
 from orchestrator.leases import Granted, lease_name, token_hash
-from orchestrator.store import audit, gpus
+from orchestrator.store import audit, gpus, nodes
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
 from orchestrator.store.hot import Hot, Listed, insert_rows
+from orchestrator.store.nodes import Worker
 from orchestrator.store.schema import gpus as gpu_rows
 from orchestrator.store.schema import lease_gpus, leases
 
@@ -113,6 +114,9 @@ def let_go(
     if not keys:
         return
     visible = or_(leases.c.worker_id.is_not(None), leases.c.pid.is_not(None))
+    if slot:  # one that ran out before does not know it yet
+        ending = update(leases).where(leases.c.token.in_(keys), leases.c.state == "active", leases.c.slot.is_(None))
+        conn.execute(ending.where(leases.c.ending_as.is_not(None)).values(slot=slot))
     conn.execute(
         update(leases)
         .where(
@@ -134,14 +138,22 @@ def let_go(
 
 
 def finish_endings(
-    conn: Connection, node_id: str, sample: Sequence[Gpu], running: Collection[str], patience_s: float
+    conn: Connection,
+    worker: Worker,
+    sample: Sequence[Gpu],
+    running: Collection[str],
+    patience_s: float,
+    age_s: float = 0.0,
 ) -> list[str]:
     """End the ending leases of a node whose processes are gone; a GPU where they do not go is quarantined.
 
-    `running` are the caller's own slots that live. Returns the GPUs that were quarantined.
+    `running` are the worker's own slots that live, `age_s` is how long ago the sample was taken: it proves nothing of
+    leases that ended later. Returns the GPUs that were quarantined.
     """
-    endings = _endings(conn, node_id)
+    endings = {key: rows for key, rows in _endings(conn, worker.node_id).items() if max(rows[0].ending_s, 0) >= age_s}
     by_uuid = {gpu.uuid: gpu for gpu in sample}
+    neighbours = _neighbours(conn, worker, endings)
+    live = _live_holders(conn, worker.node_id, endings)
     stuck: dict[str, str] = {}
     over: dict[str, list[str]] = {}
     for key, rows in endings.items():
@@ -149,7 +161,9 @@ def finish_endings(
         holder = Holder(row.memory_mb, row.worker_id, row.slot, row.pid)
         uuids = [share.gpu_uuid for share in rows]
         seen = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid]
-        held = [gpu for gpu in seen if still_held(gpu, holder, running)]
+        if row.worker_id in neighbours and any(gpu.processes is None for gpu in seen):
+            continue  # only that worker knows whether its slot runs
+        held = [gpu for gpu in seen if still_held(gpu, holder, running, live.get(gpu.uuid, ()))]
         if len(seen) == len(uuids) and not held:
             over.setdefault(row.ending_as, []).append(key)
         elif row.ending_s > patience_s:
@@ -161,6 +175,19 @@ def finish_endings(
     for uuid, reason in sorted(stuck.items()):
         gpus.quarantine(conn, [uuid], reason)
     return sorted(stuck)
+
+
+def _neighbours(conn: Connection, worker: Worker, endings: Mapping[str, list[Any]]) -> set[str]:
+    """The living workers beside this one whose leases are ending."""
+    others = {rows[0].worker_id for rows in endings.values()} - {None, worker.worker_id}
+    return nodes.alive_ids(conn, sorted(others)) if others else set()
+
+
+def _live_holders(conn: Connection, node_id: str, endings: Mapping[str, list[Any]]) -> Mapping[str, list[Holder]]:
+    """By GPU, the leases that go on; asked for only where an ending one may be taken for one of them."""
+    if all(rows[0].slot for rows in endings.values()):
+        return {}
+    return gpus.holders(conn, node_id, ending=False)
 
 
 def _holders_of(gpu: Gpu, holder: Holder) -> str:
