@@ -71,7 +71,8 @@ class Hand:
 
         def work(conn: Any) -> Findings:
             nodes.heartbeat(conn, self.worker, beat)
-            return inventory.take_stock(conn, self.worker, self.gpus, Gate(GATE_PCT), running, patience_s)
+            gate = Gate(GATE_PCT)
+            return inventory.take_stock(conn, self.worker, self.gpus, gate, running, patience_s, resident=beat.resident)
 
         return self.db.write(work)
 

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.errors import GpuUnavailable
+from orchestrator.errors import GpuUnavailable, Overloaded
 from orchestrator.gpu import Gpu, GpuProcess
 from orchestrator.gpu.processes import describe
 from orchestrator.gpu.watch import Watch
@@ -78,18 +78,16 @@ class Custody:
 
     # ── after ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _look_after(self, departures: list[Departure]) -> list[None]:
+    def _look_after(self, departures: list[Departure]) -> list[Exception | None]:
         uuids = sorted({gpu.gpu_uuid for departure in departures for gpu in departure.gpus})
         try:
             held: Mapping[str, tuple[GpuProcess, ...] | None] = self._watch.holders(uuids)
         except GpuUnavailable as unknown:
             log.warning("what is left on the GPU is unknown", extra={"error": str(unknown)})
             held = dict.fromkeys(uuids)
-        for departure in departures:
-            self._let_go(departure, [held.get(gpu.gpu_uuid) for gpu in departure.gpus])
-        return [None] * len(departures)
+        return [self._let_go(one, [held.get(gpu.gpu_uuid) for gpu in one.gpus]) for one in departures]
 
-    def _let_go(self, departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | None]) -> None:
+    def _let_go(self, departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | None]) -> Exception | None:
         left = Left(_remains(departure, holders), departure.slot)
         if left.remains is Remains.MODEL and departure.claim is not None:
             left = self._settle_in(departure, departure.claim)
@@ -97,10 +95,12 @@ class Custody:
             self._slots.reuse(departure.slot)
         else:
             self._slots.retire(departure.slot)
-        if departure.end is None:
-            self._note(Release(departure.key, left))
-        else:
-            self._note(departure.end._replace(lease_key=departure.key, left=left))
+        end = departure.end and departure.end._replace(lease_key=departure.key, left=left)
+        try:
+            self._note(end or Release(departure.key, left))
+        except Overloaded as closed:  # told to nobody else, and not done again: its slot may run the next job by now
+            return closed
+        return None
 
     def _settle_in(self, departure: Departure, claim: Claim) -> Left:
         key = departure.key if _under_warm_model(claim) else model_lease_key(departure.slot)
@@ -145,7 +145,8 @@ def _kill(process: GpuProcess) -> bool:
         if describe(process.pid, None).mark != process.mark:
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)
-    except ProcessLookupError:
+    except OSError as refused:
+        log.warning("cannot end a process", extra={"pid": process.pid, "error": str(refused)})
         return False
     finally:
         os.close(fd)

@@ -70,7 +70,10 @@ class Keepalive:
     def beat(self) -> None:
         """One heartbeat. Raises WorkerLost or DatabaseUnavailable."""
         started = time.monotonic()
-        beat, sample, running = self._beat(), self._sample(), self._running()
+        # Slots first: one that ended before the sample was taken cannot hold what the sample shows.
+        beat, running = self._beat(), self._running()
+        sampled_at = time.monotonic()
+        sample = self._sample()
         patience_s = self._settings.gpu_release_s
 
         def work(conn: Connection) -> tuple[list[tuple[str, int]], Findings]:
@@ -78,9 +81,8 @@ class Keepalive:
             cancelled = withdraw.to_stop(conn, self._worker.worker_id, beat.held)
             if not sample:
                 return cancelled, Findings()
-            resident = beat.resident > 0
             return cancelled, inventory.take_stock(
-                conn, self._worker, sample, self._gate, running, patience_s, resident=resident, taken_at=started
+                conn, self._worker, sample, self._gate, running, patience_s, resident=beat.resident, taken_at=sampled_at
             )
 
         cancelled, findings = self._db.write(work)

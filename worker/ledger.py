@@ -142,6 +142,8 @@ class Ledger:
                 raise  # the batcher finds the one at fault
             # The database would refuse this very end for ever: the job must not stay owned that long.
             log.exception("could not be written", extra={"note": repr(items[0])[:200]})
+            if releases:  # nobody else ends that lease, and our heartbeats would renew it
+                self._on_stuck()
             settled, answers = self._write_failure(_Turn([], [_unwritable(end, error) for end in ends], [])), []
         except Exception as error:  # noqa: BLE001 - the server's trouble, under whatever name
             # Claims are given back to whoever asked; ends must be written, whenever that is.

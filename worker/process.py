@@ -71,7 +71,8 @@ class SlotProcess:
             pass_fds=[theirs.fileno(), lifeline.fd],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a process group of its own, to be killed as one
-            env={**_without_settings(os.environ), **environment, MARK: mark},
+            # The last keeps programs that name their processes from writing over the mark.
+            env={**_without_settings(os.environ), **environment, MARK: mark, "SPT_NOENV": "1"},
         )
         theirs.close()
         _limit_waits(ours)
@@ -130,16 +131,28 @@ class SlotProcess:
             self.verdict = End(self.claim.job_id, self.claim.attempt, Outcome.HANDED_BACK, error=reason)
             self.kill()
 
+    def lose_lease(self) -> None:
+        """What it runs or keeps under a lease must end: by now its memory may be another's."""
+        if self.resident is not None or (self.claim is not None and self.claim.lease):
+            self._end("its lease ran out")
+
     def lose_gpu(self, uuids: Collection[str]) -> None:
         """One of these GPUs is lost: whatever it runs or keeps there is gone."""
-        mine = (self.claim.gpus if self.claim else ()) + (self.resident.gpus if self.resident else ())
-        lost = [gpu for gpu in mine if gpu.gpu_uuid in uuids]
-        if lost and self.verdict is None:
-            if self.claim is not None:
-                error = f"GPU {lost[0].gpu_index} ({lost[0].gpu_uuid}) was lost"
-                self.verdict = End(
-                    self.claim.job_id, self.claim.attempt, Outcome.FAILED, error_kind=ErrorKind.GPU_LOST, error=error
-                )
+        if lost := [gpu for gpu in (self.claim.gpus if self.claim else ()) if gpu.gpu_uuid in uuids]:
+            self._fail(f"GPU {lost[0].gpu_index} ({lost[0].gpu_uuid}) was lost")
+        elif self.resident and any(gpu.gpu_uuid in uuids for gpu in self.resident.gpus):
+            self._end("the GPU of a model beside it was lost")
+
+    def _end(self, reason: str) -> None:
+        """End it. A job that has nothing to do with why may run elsewhere."""
+        self.hand_back(reason)
+        if self.claim is None:
+            self.kill()
+
+    def _fail(self, error: str) -> None:
+        if self.claim is not None and self.verdict is None:
+            job_id, attempt = self.claim.job_id, self.claim.attempt
+            self.verdict = End(job_id, attempt, Outcome.FAILED, error_kind=ErrorKind.GPU_LOST, error=error)
             self.kill()
 
     def kill(self) -> None:

@@ -29,7 +29,7 @@ from orchestrator.store.database import Database
 from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
-from orchestrator.store.settle import End, Outcome, Release, Settled, Start
+from orchestrator.store.settle import End, Release, Settled, Start, never_started
 from orchestrator.stream.hub import Hub
 from worker import host
 from worker.custody import Custody, Departure
@@ -215,14 +215,7 @@ class Session:
     def _refused(self, claim: Claim, no_room: str | None) -> None:
         """Claimed, but its slot went away meanwhile, or the memory that its lease speaks of is not there."""
         reason, pause = (no_room, self._settings.gpu_sample_s) if no_room else ("no slot was free any more", 0.0)
-        back = End(
-            claim.job_id,
-            claim.attempt,
-            Outcome.HANDED_BACK,
-            error=reason,
-            retry_after_s=pause,
-            lease_key=claim.lease_key,
-        )
+        back = never_started(claim.job_id, claim.attempt, reason, claim.lease_key, pause)
         if no_room and self._keepalive:
             self._keepalive.poke()  # the database must hear of it before others get the same answer
         try:
@@ -238,6 +231,7 @@ class Session:
 
     def _sampled(self, sample: list[Gpu], findings: Findings) -> None:
         self._slots.evict(findings.evicted)
+        self._slots.evict(findings.forgotten, self._settings.db_timeout_s)  # a younger one may not be written down yet
         self._slots.lose_gpus({gpu.uuid for gpu in sample if gpu.health is Health.LOST})
         self._custody.end_orphans(findings.orphans, sample, self.worker_id)
         for uuid in findings.quarantined:

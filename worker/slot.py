@@ -36,8 +36,8 @@ class Slot:
     pipe: Connection
     registry: dict[str, Registered]
     result_limit: int
-    #: Instances of handler classes by type and model.
-    warm: dict[tuple[str, str | None], Any] = field(default_factory=dict)
+    #: Instances of handler classes by type and model, and the device that each was loaded for.
+    warm: dict[tuple[str, str | None], tuple[Any, str | None]] = field(default_factory=dict)
     cancelled: bool = False
     busy: bool = False
     leased: bool = False
@@ -68,9 +68,8 @@ class Slot:
                 continue  # the answer to a question of a job that did not wait for it
             ending, result = self._attempt(head, body)
             wire.send(self.pipe, {"end": ending}, result)
-        for instance in self.warm.values():
-            if hasattr(instance, "unload"):
-                instance.unload()
+        for model in list(self.warm):
+            self._unload(model)
 
     def _attempt(self, head: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
         """Run one job; the ending as the supervisor wants to hear it, and the result's JSON."""
@@ -78,12 +77,13 @@ class Slot:
         ctx = Context(**head["job"], _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
         if ctx.device is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
-        self.leased = ctx.device is not None
+        before, on_gpu = self.leased, ctx.device not in (None, "cpu")
+        self.leased = before or ctx.device is not None
         started = time.monotonic()
         ending, result = self._outcome(ctx, body)
-        # A model that stays in memory does so under a lease too.
+        # A model that stays in memory does so under a lease too; jobs without a GPU leave it there.
         ending["keeps"] = (ctx.type, ctx.model_id) in self.warm
-        self.leased = self.leased and ending["keeps"]
+        self.leased = ending["keeps"] if on_gpu else before
         ending["run_seconds"] = time.monotonic() - started
         return ending, result
 
@@ -111,13 +111,20 @@ class Slot:
         if not registered.is_class:
             return registered.target
         model = (ctx.type, ctx.model_id)
+        if model in self.warm and self.warm[model][1] != ctx.device:
+            self._unload(model)
         if model not in self.warm:
             instance = registered.target()
             if hasattr(instance, "load"):
                 instance.load(ctx)
-            self.warm[model] = instance
-        run: Callable[[Context, Any], Any] = self.warm[model].run
+            self.warm[model] = instance, ctx.device
+        run: Callable[[Context, Any], Any] = self.warm[model][0].run
         return run
+
+    def _unload(self, model: tuple[str, str | None]) -> None:
+        instance, _ = self.warm.pop(model)
+        if hasattr(instance, "unload"):
+            instance.unload()
 
     def _checked(self, value: object) -> tuple[dict[str, Any], str]:
         """A result must be JSON of bounded size; anything else cannot be stored, and trying again will not help."""

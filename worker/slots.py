@@ -157,10 +157,12 @@ class SlotPool:
     def _inspected(self, mark: str) -> list[SlotProcess]:
         return [slot for slot in self._slots if slot.mark == mark and slot.inspected]
 
-    def evict(self, keys: Collection[str]) -> None:
-        """End free slots that keep a model warm under one of these leases."""
+    def evict(self, keys: Collection[str], idle_s: float = 0.0) -> None:
+        """End free slots that keep a model warm under one of these leases, and have been idle for so long."""
         with self._changed:
-            for slot in [slot for slot in self._free if slot.resident and slot.resident.key in keys]:
+            since = time.monotonic() - idle_s
+            warm = [slot for slot in self._free if slot.resident and slot.resident.key in keys]
+            for slot in [slot for slot in warm if slot.idle_since <= since]:
                 self._free.remove(slot)
                 slot.kill()
 
@@ -185,9 +187,10 @@ class SlotPool:
         with self._changed:
             return {slot.mark for slot in self._slots}
 
-    def resident(self) -> int:
+    def resident(self) -> tuple[str, ...]:
+        """The leases of the models that slots keep."""
         with self._changed:
-            return sum(slot.resident is not None for slot in self._slots)
+            return tuple(slot.resident.key for slot in self._slots if slot.resident)
 
     def cancel(self, job_id: str, attempt: int) -> None:
         """Stop this job, gently at first. Its end comes like any other; asking again changes nothing."""
@@ -363,10 +366,8 @@ class SlotPool:
         with self._changed:
             for slot in self._slots:
                 slot.look_at_clock(now)
-                if leases_over and slot.claim is not None and slot.claim.lease:
-                    slot.hand_back("its lease ran out")  # by now its memory may be another's
-                elif leases_over and slot.resident is not None:
-                    slot.kill()
+                if leases_over:
+                    slot.lose_lease()
                 if slot.claim is not None and slot.verdict is None and now - slot.since >= RUNNING_AFTER_S:
                     slot.since = NEVER
                     self._events.started(slot.claim)

@@ -80,15 +80,17 @@ def _covered(gpu: Gpu, account: _Account) -> int:
     return min(known, account.leased_mb)
 
 
-def still_held(gpu: Gpu, holder: Holder, running: Collection[str] | None, others_mb: int = 0) -> bool:
+def still_held(gpu: Gpu, holder: Holder, running: Collection[str], live: Sequence[Holder] = ()) -> bool:
     """Whether processes of an ended lease may hold memory here still.
 
-    Where processes cannot be told apart, the slots that are known to run decide; None: nobody can tell. `others_mb` is
-    what other leases of the same holder allow it here: a process that takes one lease after the other need not end in
-    between.
+    `live` are the leases here that go on: what a program, or a worker whose slot nobody knows, uses under those is no
+    longer the ended one's. Where processes cannot be told apart, the slots that are known to run decide.
     """
     if gpu.processes is None:
-        return holder.slot is not None and (running is None or holder.slot in running)
-    own = [process.memory_mb for process in gpu.processes if holder.owns(process)]
+        return holder.slot in running if holder.slot else False
+    own = [process for process in gpu.processes if holder.owns(process)]
+    others = [] if holder.slot else [lease for lease in live if any(lease.owns(process) for process in own)]
+    if not others:
+        return bool(own)
     # A number that the driver does not tell is left to the other leases; what exceeds them is foreign anyway.
-    return bool(own) and (not others_mb or sum(size or 0 for size in own) > others_mb)
+    return sum(process.memory_mb or 0 for process in own) > sum(lease.memory_mb for lease in others)

@@ -26,8 +26,13 @@ def driver_ids_are_ours() -> bool:
 
 
 def describe(pid: int, memory_mb: int | None) -> GpuProcess:
-    """A process with what tells whose it is. One that is gone by now, or not ours to look at, is nobody's."""
-    return GpuProcess(pid, memory_mb, _mark(pid), _lineage(pid))
+    """A process with what tells whose it is. One that is gone by now, or not ours to look at, is nobody's.
+
+    One that was started with an environment of its own has the mark of its nearest ancestor.
+    """
+    lineage = _lineage(pid)
+    mark = next((mark for one in lineage if (mark := _mark(one))), None)
+    return GpuProcess(pid, memory_mb, mark, lineage)
 
 
 def _mark(pid: int) -> str | None:

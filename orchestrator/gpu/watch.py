@@ -6,6 +6,7 @@ for it is told so in time, and until it returns nobody else is made to wait.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from orchestrator.gpu.backends import Backend
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class _Call:
@@ -25,7 +28,7 @@ class _Call:
     started: float
     done: bool = False
     value: Any = None
-    error: BaseException | None = None
+    error: GpuUnavailable | None = None
 
 
 class Watch:
@@ -106,8 +109,12 @@ class Watch:
         while (call := self._next()) is not None:
             try:
                 call.value = call.work()
-            except BaseException as error:  # noqa: BLE001 - raised again where the call came from
-                call.error = error
+            except GpuUnavailable as refused:
+                call.error = refused
+            except Exception as error:
+                # A bug here, or an answer that nobody foresaw, is no answer: jobs must end and heartbeats go on.
+                log.exception("asking the GPUs broke")
+                call.error = GpuUnavailable(f"asking the GPUs broke: {error!r}"[:200])
             with self._changed:
                 call.done = True
                 self._running = None

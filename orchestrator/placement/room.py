@@ -95,6 +95,10 @@ def _fits_without(node: Node, ask: Ask, gone: Iterable[Resident]) -> bool:
     freed: Counter[str] = Counter()
     for resident in gone:
         freed.update(dict.fromkeys(resident.gpu_uuids, resident.memory_mb))
-    after = (replace(gpu, leased_mb=max(gpu.leased_mb - freed[gpu.gpu_uuid], 0)) for gpu in node.gpus)
-    fitting = sum(refusal(gpu, ask) is None for gpu in after)
+    fitting = sum(refusal(_after(gpu, freed[gpu.gpu_uuid]), ask) is None for gpu in node.gpus)
     return fitting >= ask.gpu_count and host_refusal(node.host, ask) is None
+
+
+def _after(gpu: GpuView, freed_mb: int) -> GpuView:
+    """A closed gate opens when models leave. If they stayed because of it, it would never open."""
+    return replace(gpu, leased_mb=max(gpu.leased_mb - freed_mb, 0), gated=gpu.gated and not freed_mb)

@@ -13,14 +13,14 @@ from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Queued, RetryPolicy, Status
-from orchestrator.leases import MODEL_LEASE, Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
-from orchestrator.placement import Cluster, Placed, Reason, reservation
+from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
+from orchestrator.placement import Cluster, GpuView, Placed, Reason, reservation
 from orchestrator.store import audit, gpus, grants, nodes, ownership, residency, withdraw
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.schema import jobs
-from orchestrator.store.settle import End, Outcome, record
+from orchestrator.store.settle import never_started, record
 
 #: Longest pause between two offers of a job that finds no GPU memory.
 MAX_PATIENCE_S = 30.0
@@ -195,12 +195,8 @@ def _is_stray(row: Row[Any], by: Claimant, held: Collection[str]) -> bool:
 def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]) -> None:
     """No slot has heard of them: a lease of their own is free, a warm model's has its model in memory as before."""
     lost = "the answer to its claim was lost"
-    ends = [(row.lease_token, End(row.job_id, row.attempt, Outcome.HANDED_BACK, error=lost)) for row in strays]
-    warm = {key: end for key, end in ends if key and key.startswith(MODEL_LEASE)}
-    cold = [end for key, end in ends if key not in warm]
-    record(conn, by, [], cold, RetryPolicy(0, 0, 0))
-    record(conn, by, [], list(warm.values()), RetryPolicy(0, 0, 0), keep_leases=True)
-    residency.vacate(conn, list(warm))
+    ends = [never_started(row.job_id, row.attempt, lost) for row in strays]
+    record(conn, by, [], ends, RetryPolicy(0, 0, 0))
 
 
 def _request(by: Claimant, job: _Offered, memory_for: Callable[[str], int | None]) -> LeaseRequest | None:
@@ -230,11 +226,12 @@ def _under_warm_models(
     warm: Sequence[ResidentSlot],
 ) -> dict[str, Granted]:
     """Jobs whose model is in memory already run under its lease, one at a time."""
+    reserved = gpus.reservations(conn) if warm else {}
     idle = list(warm)
     taken: dict[str, Granted] = {}
     for job in offered if idle else ():
         request = requests.get(job.job_id)
-        fitting = [slot for slot in idle if request and _serves(slot, job, request)]
+        fitting = [slot for slot in idle if request and _serves(slot, job, request, reserved)]
         slot = next((slot for slot in fitting if residency.occupy(conn, slot, job.job_id, by.worker_id)), None)
         if request and slot:
             idle.remove(slot)
@@ -243,9 +240,11 @@ def _under_warm_models(
     return taken
 
 
-def _serves(slot: ResidentSlot, job: _Offered, request: LeaseRequest) -> bool:
+def _serves(slot: ResidentSlot, job: _Offered, request: LeaseRequest, reserved: Mapping[str, str]) -> bool:
+    """Not while its GPU is kept for another job: a stream of jobs for this model would never let it become idle."""
     same_model = (slot.type, slot.model_id) == (job.type, job.model_id)
-    return same_model and slot.memory_mb >= request.memory_mb and len(slot.gpus) == request.gpu_count
+    large_enough = slot.memory_mb >= request.memory_mb and len(slot.gpus) == request.gpu_count
+    return same_model and large_enough and all(reserved.get(gpu.gpu_uuid) in (None, job.job_id) for gpu in slot.gpus)
 
 
 def _lease_all(
@@ -337,17 +336,27 @@ def _fits_elsewhere(conn: Connection, by: Claimant, request: LeaseRequest) -> bo
 
 
 def _reserved(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
-    """Keep GPUs for a job that has starved; they take nothing else until it got its room.
+    """Keep GPUs of this node for a job that has starved; they take nothing else until it got its room.
 
-    They are of one node. Whichever worker is offered the job, it goes on keeping them, while they could still hold it.
+    Also true when another node keeps some for it: its workers should be offered the job soon. Those kept before stay,
+    as long as they could hold it.
     """
-    ask, stale_s = request.ask(), by.terms.stale_s
-    before = gpus.reserved_for(conn, ask.key)
-    kept = [view for view in gpus.views(conn, stale_s) if view.gpu_uuid in before] if before else []
-    chosen = reservation(Cluster(kept), replace(ask, node_id=None)) if kept else None
-    if not chosen or not nodes.serves(conn, chosen[0].node_id, by.pool_id):
-        chosen = reservation(Cluster(gpus.views(conn, stale_s, by.node_id)), ask)
-    return bool(chosen) and gpus.reserve(conn, [view.gpu_uuid for view in chosen or ()], ask.key, RESERVED_S)
+    ask, pinned = request.ask(), residency.pinned_mb(conn, by.node_id)
+    views = [_unmovable(view, pinned) for view in gpus.views(conn, by.terms.stale_s, by.node_id)]
+    before = {uuid for uuid, key in gpus.reservations(conn).items() if key == ask.key}
+    if before - {view.gpu_uuid for view in views}:
+        return True
+    kept = reservation(Cluster(view for view in views if view.gpu_uuid in before), ask)
+    chosen = {view.gpu_uuid for view in kept or reservation(Cluster(views), ask) or ()}
+    if before - chosen:
+        gpus.unreserve(conn, before - chosen, ask.key)
+    return bool(chosen) and gpus.reserve(conn, chosen, ask.key, RESERVED_S)
+
+
+def _unmovable(view: GpuView, pinned: Mapping[str, int]) -> GpuView:
+    """As reservations must see it: what pinned models lease does not go away, like what foreign processes hold."""
+    held = pinned.get(view.gpu_uuid, 0)
+    return replace(view, leased_mb=max(view.leased_mb - held, 0), foreign_mb=view.foreign_mb + held)
 
 
 def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:

@@ -80,18 +80,27 @@ def give(conn: Connection, amounts: Mapping[str, int]) -> None:
 
 
 def reserve(conn: Connection, uuids: Collection[str], key: str, seconds: float) -> bool:
-    """Keep these GPUs for one job, unless another has them; asked again before the time is over, it goes on."""
+    """Keep these GPUs for one job, all or none; asked again before the time is over, it goes on."""
     mine = or_(_RESERVED.is_(None), gpus.c.reserved_for == key)
     kept = conn.execute(
         update(gpus)
         .where(gpus.c.gpu_uuid.in_(sorted(uuids)), mine)
         .values(reserved_for=key, reserved_until=utc_shift(seconds))
     )
+    if kept.rowcount != len(uuids):
+        unreserve(conn, uuids, key)
     return kept.rowcount == len(uuids)
 
 
-def reserved_for(conn: Connection, key: str) -> set[str]:
-    return set(conn.execute(select(gpus.c.gpu_uuid).where(_RESERVED.is_not_distinct_from(key))).scalars())
+def unreserve(conn: Connection, uuids: Collection[str], key: str) -> None:
+    mine = update(gpus).where(gpus.c.gpu_uuid.in_(sorted(uuids)), gpus.c.reserved_for == key)
+    conn.execute(mine.values(reserved_for=None, reserved_until=None))
+
+
+def reservations(conn: Connection) -> dict[str, str]:
+    """By GPU, the job that it is kept for."""
+    rows = conn.execute(select(gpus.c.gpu_uuid, gpus.c.reserved_for).where(_RESERVED.is_not(None)))
+    return {row.gpu_uuid: row.reserved_for for row in rows}
 
 
 def largest_usable_mb(conn: Connection) -> int:
@@ -180,7 +189,7 @@ def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate, ag
             "utilization": gpu.utilization,
             "temperature_c": gpu.temperature_c,
             "health": gpu.health,
-            "health_reason": gpu.health_reason,
+            "health_reason": gpu.health_reason and gpu.health_reason[:255],
             "sampled_at": utc_shift(-age_s),
             "gate_closed_at": utc_now() if _over(gpu, gate.pct) else None,
         }
@@ -205,14 +214,28 @@ def _foreign_before(conn: Connection, uuids: Sequence[str]) -> dict[str, int]:
     return {row.gpu_uuid: row.foreign_mb for row in rows}
 
 
-def holders(conn: Connection, node_id: str) -> dict[str, list[Holder]]:
-    """Who holds a lease on each GPU of this node."""
-    shares = leases.join(lease_gpus, lease_gpus.c.token == leases.c.token)
+def elsewhere(conn: Connection, node_id: str, uuids: Collection[str], recent_s: float) -> set[str]:
+    """Which of these GPUs another node measured lately."""
     rows = conn.execute(
+        select(gpus.c.gpu_uuid).where(
+            gpus.c.gpu_uuid.in_(sorted(uuids)),
+            gpus.c.node_id != node_id,
+            gpus.c.sampled_at > utc_shift(-recent_s),
+            gpus.c.health != Health.LOST,
+        )
+    )
+    return set(rows.scalars())
+
+
+def holders(conn: Connection, node_id: str, *, ending: bool = True) -> dict[str, list[Holder]]:
+    """Who holds a lease on each GPU of this node; those that are `ending` hold theirs still."""
+    shares = leases.join(lease_gpus, lease_gpus.c.token == leases.c.token)
+    query = (
         select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb, leases.c.worker_id, leases.c.slot, leases.c.pid)
         .select_from(shares)
         .where(leases.c.node_id == node_id, leases.c.state == "active")
     )
+    rows = conn.execute(query if ending else query.where(leases.c.ending_as.is_(None)))
     found: dict[str, list[Holder]] = {}
     for row in rows:
         found.setdefault(row.gpu_uuid, []).append(Holder(row.memory_mb, row.worker_id, row.slot, row.pid))

@@ -121,7 +121,8 @@ def _asks(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> l
 
 def _denied(cluster: Cluster, ask: Ask, refused: Refused, idle: residency.IdleModels | None) -> Denied:
     """The answer to a request without room; idle warm models that stand in its way are asked to leave."""
-    leaving = idle.make_room(cluster, ask) if idle and refused.code is Reason.NO_MEMORY else 0
+    # Whatever is wrong with most GPUs: one may lack nothing but room.
+    leaving = idle.make_room(cluster, ask) if idle else 0
     if leaving:
         reason = f"{refused.reason}; {leaving} idle warm models make room"
         return Denied(reason, refused.code, ROOM_IS_MADE_S, refused.gpus, evicting=True)

@@ -13,6 +13,9 @@ from orchestrator.store import gpus, leases, nodes, residency
 from orchestrator.store.gpus import Gate
 from orchestrator.store.nodes import Worker
 
+#: A GPU that another node measured so many seconds ago is there.
+MOVED_S = 15.0
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -22,6 +25,8 @@ class Findings:
     quarantined: tuple[str, ...] = ()
     #: Leases of its own warm models that must make room.
     evicted: tuple[str, ...] = ()
+    #: Leases of models that it keeps, and that are over, whoever ended them.
+    forgotten: tuple[str, ...] = ()
     #: Processes that outlived the worker they belong to.
     orphans: tuple[GpuProcess, ...] = ()
 
@@ -34,22 +39,31 @@ def take_stock(
     running: Collection[str],
     patience_s: float,
     *,
-    resident: bool = True,
+    resident: Collection[str] = (),
     taken_at: float | None = None,
 ) -> Findings:
-    """Store a sample and act on it. `running` are the worker's own slots; `resident` whether any keeps a model.
+    """Store a sample and act on it.
 
-    `taken_at` is the monotonic time before the GPUs were asked (None: just now). What happened between that and this
-    transaction, however long it had to wait for others, the sample does not show.
+    `running` are the worker's own slots that lived when it was taken, `resident` the leases of the models that they
+    keep. `taken_at` is the monotonic time before the GPUs were asked (None: just now). What happened between that and
+    this transaction, however long it had to wait for others, the sample does not show.
     """
+    sample = _still_here(conn, worker, sample)
     lost = {gpu.uuid: gpu.health_reason or "no reason given" for gpu in sample if gpu.health is Health.LOST}
     if lost:
         leases.revoke(conn, lost)
     answering = [gpu for gpu in sample if gpu.health in (Health.OK, Health.UNHEALTHY)]
     quarantined = leases.finish_endings(conn, worker, answering, running, patience_s, taken_at)
     gpus.record(conn, worker.node_id, sample, gate, time.monotonic() - taken_at if taken_at else 0.0)
-    evicted = residency.evicted(conn, worker.worker_id, worker.node_id) if resident else []
-    return Findings(tuple(quarantined), tuple(evicted), _orphans(conn, worker, sample))
+    evicted, forgotten = residency.evicted(conn, worker.worker_id, worker.node_id, resident) if resident else ((), ())
+    return Findings(tuple(quarantined), evicted, forgotten, _orphans(conn, worker, sample))
+
+
+def _still_here(conn: Connection, worker: Worker, sample: Sequence[Gpu]) -> Sequence[Gpu]:
+    """Without the GPUs that are lost here because they are another node's by now."""
+    lost = [gpu.uuid for gpu in sample if gpu.health is Health.LOST]
+    moved = gpus.elsewhere(conn, worker.node_id, lost, MOVED_S) if lost else set()
+    return [gpu for gpu in sample if gpu.uuid not in moved] if moved else sample
 
 
 def _orphans(conn: Connection, worker: Worker, sample: Sequence[Gpu]) -> tuple[GpuProcess, ...]:

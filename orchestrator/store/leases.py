@@ -115,6 +115,9 @@ def let_go(
     if not keys:
         return
     visible = or_(leases.c.worker_id.is_not(None), leases.c.pid.is_not(None))
+    if slot:  # one that ran out before does not know it yet
+        ending = update(leases).where(leases.c.token.in_(keys), leases.c.state == "active", leases.c.slot.is_(None))
+        conn.execute(ending.where(leases.c.ending_as.is_not(None)).values(slot=slot))
     conn.execute(
         update(leases)
         .where(
@@ -152,11 +155,9 @@ def finish_endings(
     if taken_at is not None:
         age_s = time.monotonic() - taken_at  # after the query, so that no lease seems to have ended before the sample
         endings = {key: rows for key, rows in endings.items() if rows[0].ending_s >= age_s}
-    going_on = _going_on(conn, worker.node_id, {row.pid for rows in endings.values() for row in rows if row.pid})
     by_uuid = {gpu.uuid: gpu for gpu in sample}
-    neighbours = {rows[0].worker_id for rows in endings.values()} - {worker.worker_id, None}
-    if neighbours and any(gpu.processes is None for gpu in sample):
-        neighbours = nodes.alive_ids(conn, sorted(neighbours))  # the slots of a dead one are gone with it
+    neighbours = _neighbours(conn, worker, endings)
+    live = _live_holders(conn, worker.node_id, endings)
     stuck: dict[str, str] = {}
     over: dict[str, list[str]] = {}
     for key, rows in endings.items():
@@ -164,8 +165,9 @@ def finish_endings(
         holder = Holder(row.memory_mb, row.worker_id, row.slot, row.pid)
         uuids = [share.gpu_uuid for share in rows]
         seen = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid]
-        known = None if row.worker_id in neighbours else running  # a neighbour says itself which of its slots live
-        held = [gpu for gpu in seen if still_held(gpu, holder, known, going_on[gpu.uuid, row.pid])]
+        if row.worker_id in neighbours and any(gpu.processes is None for gpu in seen):
+            continue  # only that worker knows whether its slot runs
+        held = [gpu for gpu in seen if still_held(gpu, holder, running, live.get(gpu.uuid, ()))]
         if len(seen) == len(uuids) and not held:
             over.setdefault(row.ending_as, []).append(key)
         elif row.ending_s > patience_s:
@@ -177,6 +179,19 @@ def finish_endings(
     for uuid, reason in sorted(stuck.items()):
         gpus.quarantine(conn, [uuid], reason)
     return sorted(stuck)
+
+
+def _neighbours(conn: Connection, worker: Worker, endings: Mapping[str, list[Any]]) -> set[str]:
+    """The living workers beside this one whose leases are ending."""
+    others = {rows[0].worker_id for rows in endings.values()} - {None, worker.worker_id}
+    return nodes.alive_ids(conn, sorted(others)) if others else set()
+
+
+def _live_holders(conn: Connection, node_id: str, endings: Mapping[str, list[Any]]) -> Mapping[str, list[Holder]]:
+    """By GPU, the leases that go on; asked for only where an ending one may be taken for one of them."""
+    if all(rows[0].slot for rows in endings.values()):
+        return {}
+    return gpus.holders(conn, node_id, ending=False)
 
 
 def _holders_of(gpu: Gpu, holder: Holder) -> str:
@@ -202,25 +217,6 @@ def _endings(conn: Connection, node_id: str) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for row in rows:
         found.setdefault(row.token, []).append(row)
-    return found
-
-
-def _going_on(conn: Connection, node_id: str, pids: Collection[int]) -> Counter[tuple[str, int | None]]:
-    """Memory that other leases of these clients' processes allow them, by GPU and process."""
-    found: Counter[tuple[str, int | None]] = Counter()
-    if pids:
-        rows = conn.execute(
-            select(lease_gpus.c.gpu_uuid, leases.c.pid, lease_gpus.c.memory_mb)
-            .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
-            .where(
-                leases.c.node_id == node_id,
-                leases.c.state == "active",
-                leases.c.ending_as.is_(None),
-                leases.c.pid.in_(sorted(pids)),
-            )
-        )
-        for row in rows:
-            found[row.gpu_uuid, row.pid] += row.memory_mb
     return found
 
 

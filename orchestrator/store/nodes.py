@@ -71,8 +71,8 @@ class Beat:
     progress: tuple[tuple[str, int, float, str], ...] = ()
     #: Jobs in hand.
     held: tuple[str, ...] = ()
-    #: Warm models in memory, each under a lease.
-    resident: int = 0
+    #: The leases of the warm models in memory.
+    resident: tuple[str, ...] = ()
 
 
 def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:

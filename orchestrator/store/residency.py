@@ -8,6 +8,7 @@ other. The guards exclude each other: who occupies sees `evicted_at`, who evicts
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -69,11 +70,23 @@ def occupy(conn: Connection, slot: ResidentSlot, job_id: str, worker_id: str) ->
     return taken.rowcount == 1
 
 
-def vacate(conn: Connection, keys: Collection[str]) -> None:
-    """Jobs that were to run under these leases never began: their models wait for the next ones."""
-    if keys:
-        mine = update(leases).where(leases.c.token.in_(keys), leases.c.state == "active", leases.c.resident)
-        conn.execute(mine.values(job_id=None, idle_since=utc_now()))
+def vacate(conn: Connection, key: str) -> None:
+    """The job for which a warm model's lease was occupied never started."""
+    mine = update(leases).where(leases.c.token == key, leases.c.state == "active", leases.c.resident)
+    conn.execute(mine.values(job_id=None, idle_since=utc_now()))
+
+
+def pinned_mb(conn: Connection, node_id: str) -> dict[str, int]:
+    """By GPU of this node, what models hold that leave for nobody."""
+    rows = conn.execute(
+        select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb)
+        .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
+        .where(leases.c.node_id == node_id, leases.c.state == "active", leases.c.resident, leases.c.pinned)
+    )
+    held: Counter[str] = Counter()
+    for row in rows:
+        held[row.gpu_uuid] += row.memory_mb
+    return dict(held)
 
 
 def warm_nodes(conn: Connection, models: Collection[str]) -> dict[str, frozenset[str]]:
@@ -143,15 +156,22 @@ def _idle(conn: Connection, node_id: str | None) -> list[Resident]:
     return found
 
 
-def evicted(conn: Connection, worker_id: str, node_id: str) -> list[str]:
-    """This worker's warm models that were asked to leave and have not yet."""
+def evicted(
+    conn: Connection, worker_id: str, node_id: str, kept: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the models that a worker keeps, by their leases: those asked to leave, and those whose lease is over.
+
+    The lease of one that was kept only just now may not be written yet, and seems to be over.
+    """
     rows = conn.execute(
-        select(leases.c.token).where(
+        select(leases.c.token, leases.c.evicted_at).where(
             leases.c.node_id == node_id,
             leases.c.state == "active",
             leases.c.worker_id == worker_id,
-            leases.c.evicted_at.is_not(None),
+            leases.c.resident,
             leases.c.ending_as.is_(None),
         )
-    )
-    return list(rows.scalars())
+    ).all()
+    alive = {row.token for row in rows}
+    asked = tuple(row.token for row in rows if row.evicted_at is not None)
+    return asked, tuple(key for key in sorted(kept) if key not in alive)

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
-from orchestrator.leases import Remains
+from orchestrator.leases import MODEL_LEASE, Remains
 from orchestrator.store import audit, dead_letters, leases, ownership, residency
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
@@ -65,6 +65,22 @@ class End(NamedTuple):
     left: Left = Left()
     #: The entry that brought the job; a dead letter names it.
     origin_id: str = ""
+
+
+def never_started(
+    job_id: str, attempt: int, reason: str, lease_key: str | None = None, retry_after_s: float | None = None
+) -> End:
+    """Claimed, and handed back before any process heard of it."""
+    left = Left(Remains.UNUSED)
+    return End(
+        job_id,
+        attempt,
+        Outcome.HANDED_BACK,
+        error=reason,
+        retry_after_s=retry_after_s,
+        lease_key=lease_key,
+        left=left,
+    )
 
 
 class Release(NamedTuple):
@@ -137,14 +153,22 @@ def record(
 
 
 def end_leases(conn: Connection, keys: Sequence[tuple[str, Left]]) -> None:
-    """What becomes of leases whose jobs are over: by what the worker saw left on their GPUs."""
-    leases.free(conn, [key for key, left in keys if left.remains is Remains.NOTHING])
+    """What becomes of leases whose jobs are over: by what the worker saw left on their GPUs.
+
+    Those that give memory back come last: leases are locked before GPUs.
+    """
+    over = []
     for key, left in keys:
         if left.remains is Remains.PROCESSES:
             leases.let_go(conn, [key], "spent", slot=left.slot)
         elif left.remains is Remains.MODEL:
             model = residency.Model(left.key, left.slot, left.type, left.model_id, left.pinned)
             residency.keep(conn, key, model)
+        elif left.remains is Remains.UNUSED and key.startswith(MODEL_LEASE):
+            residency.vacate(conn, key)
+        else:
+            over.append(key)
+    leases.free(conn, over)
 
 
 _ENDED_BY = {

@@ -245,10 +245,10 @@ def test_a_reservation_of_another_is_not_overwritten_and_ends_by_itself(db):
     assert not reserve(db, "second")
     assert one(db).reserved_for == "first"
     age(db, "reserved_until", 0.5)
-    assert db.read(lambda conn: gpus.reserved_for(conn, "first")) == set()
+    assert db.read(gpus.reservations) == {}
     assert take(db, 10)
     assert reserve(db, "second")
-    assert db.read(lambda conn: gpus.reserved_for(conn, "second")) == {"GPU-0"}
+    assert db.read(gpus.reservations) == {"GPU-0": "second"}
 
 
 def test_a_reservation_goes_on_while_its_job_asks(db):

@@ -257,7 +257,7 @@ _KEYS = [f"{i:064}" for i in range(8)]
 LEASES_READ = {
     "holders": (lambda c, h: gpus.holders(c, "node-1"), "ix_leases_node", 20),
     "endings": (lambda c, h: leases._endings(c, "node-1"), "ix_leases_node", 20),
-    "evicted": (lambda c, h: residency.evicted(c, h.worker_id, "node-1"), "ix_leases_node", 20),
+    "evicted": (lambda c, h: residency.evicted(c, h.worker_id, "node-1", ()), "ix_leases_node", 20),
     "idle models of a node": (lambda c, h: residency._idle(c, "node-1"), "ix_leases_node", 20),
     "idle models": (lambda c, h: residency._idle(c, None), "ix_leases_expiry", 400),
     "warm nodes": (lambda c, h: residency.warm_nodes(c, {"m"}), "ix_leases_expiry", 400),

@@ -211,5 +211,4 @@ def test_where_nobody_can_look_the_slots_that_run_decide():
     holder = Holder(100, WORKER, f"{WORKER}#1")
     assert still_held(blind(100), holder, running=[f"{WORKER}#1"])
     assert not still_held(blind(100), holder, running=[f"{WORKER}#2"])
-    assert still_held(blind(100), holder, running=None)  # a neighbour's, of which we know nothing
-    assert not still_held(blind(100), Holder(100, pid=7), running=None)
+    assert not still_held(blind(100), Holder(100, pid=7), running=())

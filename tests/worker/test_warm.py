@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from orchestrator.leases import Denied, Granted, LeaseRequest, Terms
-from orchestrator.store import grants, schema
+from orchestrator.store import grants, leases, schema
 from tests.waiting import wait_until
 from tests.worker.test_worker import leased, submit
 
@@ -45,6 +45,14 @@ class Large(Model):
 @handler("pinned", min_memory_mb=20000, pinned=True)
 class Pinned(Model):
     pass
+
+@handler("anywhere", min_memory_mb=4000)
+class Anywhere:
+    def load(self, ctx):
+        self.device = ctx.device
+
+    def run(self, ctx, payload):
+        return {"device": ctx.device, "loaded_for": self.device}
 
 kept = ExitStack()
 
@@ -203,6 +211,31 @@ def test_a_frozen_worker_does_not_keep_its_models(cluster, orchestrator, start):
         wait_until(lambda: _is_over(first["pid"]), what="its end")
     finally:
         worker.send(signal.SIGCONT)
+
+
+def test_a_frozen_worker_does_not_keep_a_model_beside_which_another_job_ran(cluster, orchestrator, start):
+    """A job without a lease does not end that of the model: the slot must go on looking."""
+    worker = start()
+    first = run(cluster, orchestrator, "small")
+    cluster.wait_for(submit(orchestrator, "echo", {}), "done")
+    worker.send(signal.SIGSTOP)
+    try:
+        wait_until(lambda: _is_over(first["pid"]), what="its end")
+    finally:
+        worker.send(signal.SIGCONT)
+
+
+def test_a_model_loaded_without_a_gpu_is_loaded_anew_for_one(cluster, orchestrator, start):
+    start(resident_min_s=3600.0)
+    blocker = cluster.db.write(
+        lambda conn: grants.grant(conn, [LeaseRequest("a", 20_000, 60.0, node_id="node-1")], Terms(30.0))
+    )[0]
+    assert isinstance(blocker, Granted)
+    on_cpu = run(cluster, orchestrator, "anywhere", cpu_fallback=True)
+    assert on_cpu == {"device": "cpu", "loaded_for": "cpu"}
+    cluster.db.write(lambda conn: leases.release(conn, blocker.request.token))
+    on_gpu = run(cluster, orchestrator, "anywhere")
+    assert on_gpu["loaded_for"] == on_gpu["device"] == "SIM-node-1-0"
 
 
 def _is_over(pid):
