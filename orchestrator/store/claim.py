@@ -336,25 +336,33 @@ def _fits_elsewhere(conn: Connection, by: Claimant, request: LeaseRequest) -> bo
 
 
 def _reserved(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
-    """Keep GPUs of this node for a job that has starved; they take nothing else until it got its room.
+    """Keep GPUs for a job that has starved; they take nothing else until it got its room.
 
-    Also true when another node keeps some for it: its workers should be offered the job soon. Those kept before stay,
-    as long as they could hold it.
+    They are of one node. Whichever worker is offered the job, it goes on keeping them, while they could still hold it
+    and somebody there would run it; otherwise it keeps some of its own node instead.
     """
-    ask, pinned = request.ask(), residency.pinned_mb(conn, by.node_id)
-    views = [_unmovable(view, pinned) for view in gpus.views(conn, by.terms.stale_s, by.node_id)]
+    ask = request.ask()
     before = {uuid for uuid, key in gpus.reservations(conn).items() if key == ask.key}
-    if before - {view.gpu_uuid for view in views}:
-        return True
-    kept = reservation(Cluster(view for view in views if view.gpu_uuid in before), ask)
-    chosen = {view.gpu_uuid for view in kept or reservation(Cluster(views), ask) or ()}
-    if before - chosen:
-        gpus.unreserve(conn, before - chosen, ask.key)
-    return bool(chosen) and gpus.reserve(conn, chosen, ask.key, RESERVED_S)
+    if before:
+        kept = reservation(_for_reservation(conn, by, None, before), replace(ask, node_id=None))
+        if kept and nodes.serves(conn, kept[0].node_id, by.pool_id):
+            return gpus.reserve(conn, [view.gpu_uuid for view in kept], ask.key, RESERVED_S)
+        gpus.unreserve(conn, before, ask.key)
+    chosen = reservation(_for_reservation(conn, by, by.node_id), ask) or ()
+    return bool(chosen) and gpus.reserve(conn, [view.gpu_uuid for view in chosen], ask.key, RESERVED_S)
+
+
+def _for_reservation(
+    conn: Connection, by: Claimant, node_id: str | None, uuids: Collection[str] | None = None
+) -> Cluster:
+    """The GPUs, or these of them, as reservations must see them."""
+    views = [view for view in gpus.views(conn, by.terms.stale_s, node_id) if uuids is None or view.gpu_uuid in uuids]
+    pinned = {node: residency.pinned_mb(conn, node) for node in {view.node_id for view in views}}
+    return Cluster(_unmovable(view, pinned[view.node_id]) for view in views)
 
 
 def _unmovable(view: GpuView, pinned: Mapping[str, int]) -> GpuView:
-    """As reservations must see it: what pinned models lease does not go away, like what foreign processes hold."""
+    """What pinned models lease does not go away, like what foreign processes hold."""
     held = pinned.get(view.gpu_uuid, 0)
     return replace(view, leased_mb=max(view.leased_mb - held, 0), foreign_mb=view.foreign_mb + held)
 

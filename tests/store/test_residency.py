@@ -90,7 +90,7 @@ def test_a_job_that_keeps_its_model_leaves_its_lease_under_a_name_of_its_own(db)
     assert lease.idle_since <= now(db)
     assert {(share.token, share.memory_mb) for share in rows(db, schema.lease_gpus)} == {("model:new", 1000)}
     assert leased(db) == 2000
-    hand.beat(resident=1)
+    hand.beat(resident=("model:new",))
     assert lease_of(db, "model:new").expires_at > now(db)
 
 
@@ -307,10 +307,10 @@ def test_the_least_recently_used_of_the_idle_makes_room(db):
     assert answer.retry_after_s == grants.ROOM_IS_MADE_S
     assert answer.reason.endswith("8000 of 18000 MB free; 1 idle warm models make room")
     assert evicted(db) == [old.key]
-    assert hand.beat(resident=2).evicted == (old.key,)
+    assert hand.beat(resident=(old.key, young.key)).evicted == (old.key,)
     assert lease_of(db, young.key).evicted_at is None
     db.write(lambda conn: end_leases(conn, [Release(old.key, Left())]))
-    assert hand.beat(resident=1).evicted == ()
+    assert hand.beat(resident=(young.key,)).evicted == ()
     assert isinstance(ask(db, 10_000), Granted)
     assert evicted(db) == [old.key]
 
@@ -382,10 +382,10 @@ def test_a_worker_hears_of_its_own_models_only_and_not_of_those_that_leave(db):
     slots = [settle_in(one, 1), settle_in(one, 2), settle_in(other, 1)]
     for slot in slots:
         change(db, slot.key, evicted_at=utc_shift(0.0))
-    assert sorted(one.beat(resident=2).evicted) == [slots[0].key, slots[1].key]
+    assert sorted(one.beat(resident=tuple(slot.key for slot in slots[:2])).evicted) == [slots[0].key, slots[1].key]
     db.write(lambda conn: leases.let_go(conn, [slots[0].key], "spent"))
-    assert one.beat(resident=2).evicted == (slots[1].key,)
-    assert other.beat(resident=1).evicted == (slots[2].key,)
+    assert one.beat(resident=tuple(slot.key for slot in slots[:2])).evicted == (slots[1].key,)
+    assert other.beat(resident=(slots[2].key,)).evicted == (slots[2].key,)
 
 
 def test_a_warm_model_makes_its_node_the_first_choice(db):

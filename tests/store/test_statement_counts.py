@@ -104,7 +104,7 @@ def many_gpus(db, hand, busy):
     return [gpu(n, used_mb=100, processes=processes[n]) for n in range(8)]
 
 
-@pytest.mark.parametrize("resident", [0, 1])
+@pytest.mark.parametrize("resident", [(), ("model:a",)])
 def test_a_sample_of_8_gpus_costs_as_much_as_one_of_a_single_gpu(db, resident):
     hand = hire(db, *[gpu(n) for n in range(8)])
     hand.claim(*submit(db, 8, min_memory_mb=20_000))
