@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.placement import Ask, Mix, RecentAsks, Shape
@@ -89,6 +89,7 @@ def test_the_host_serves_at_the_usual_ratio():
     assert Mix({Shape(10): 1.0}).servable_mb(0, 5) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=300), st.integers(1, 80))
 def test_the_counts_are_those_of_the_last_asks(sizes, window):
     recent = RecentAsks(window)

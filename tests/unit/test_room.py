@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.placement import Ask, Cluster, GpuView, Placed, Resident, evictions, refusal, reservation
+from orchestrator.placement import Ask, Cluster, GpuView, HostView, Placed, Resident, evictions, refusal, reservation
 
 
 def gpu(index=0, free=10_000, node="n", usable=20_000, **fields):
@@ -76,6 +76,7 @@ def test_nobody_goes_for_nothing():
     assert evictions(full, Ask(5000), [replace(idle, resident_s=59)], min_resident_s=60) == ()
     assert evictions(Cluster([gpu(0, 0, fresh=False)]), Ask(5000), [idle]) == ()
     assert evictions(full, Ask(5000, node_id="other"), [idle]) == ()
+    assert evictions(Cluster([gpu(0, 0)], [HostView("n", 500)]), Ask(5000, cpu_milli=501), [idle]) == ()
 
 
 def test_several_gpus_are_freed_together():
@@ -106,6 +107,7 @@ RESIDENTS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(RESIDENTS, st.lists(st.integers(-10, 60), min_size=4, max_size=4), st.integers(1, 90), st.integers(1, 2))
 def test_evictions_are_lawful_enough_and_none_is_in_vain(residents, frees, memory_mb, count):
     views = []
@@ -128,6 +130,7 @@ def test_evictions_are_lawful_enough_and_none_is_in_vain(residents, frees, memor
         assert not any(fits_without([other for other in chosen if other is not one]) for one in chosen)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=4, max_size=4), st.integers(1, 90), st.integers(1, 3))
 def test_a_reservation_is_of_one_node_and_could_hold_it(leased, memory_mb, count):
     views = [GpuView(uuid, uuid[4], int(uuid[6]), 60, used, 0) for uuid, used in zip(UUIDS, leased, strict=True)]
