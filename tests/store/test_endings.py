@@ -172,6 +172,16 @@ def test_letting_go_of_what_is_over_or_unknown_changes_nothing(db):
     assert leased(db) == {"GPU-0": 0}
 
 
+def test_letting_go_of_what_ended_at_once_changes_nothing(db):
+    hire(db, gpu())
+    key = token_hash(client_lease(db, pid=50))
+    db.write(lambda conn: leases.free(conn, [key], "expired"))
+    before = only_lease(db)
+    let_go(db, key)
+    assert only_lease(db) == before
+    assert (before.state, before.ending_as) == ("expired", None)
+
+
 def test_letting_go_of_several_each_by_what_can_be_seen(db):
     hire(db, gpu())
     seen, unseen = token_hash(client_lease(db, 100, pid=50)), token_hash(client_lease(db, 200))

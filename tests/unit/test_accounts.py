@@ -90,6 +90,17 @@ def test_leases_of_one_worker_are_one_account():
     assert foreign_mb(gpu(1600, of_slot(1400, 1), of_slot(200, 2, pid=11)), two, 0) == 100
 
 
+def test_warm_models_of_one_worker_are_one_account_too():
+    """Each is known by its slot, but the job leases beside them are not."""
+    two = [Holder(1000, WORKER, f"{WORKER}#1"), Holder(1000, WORKER, f"{WORKER}#2")]
+    assert foreign_mb(gpu(1800, of_slot(1300, 1), of_slot(500, 2, pid=11)), two, 0) == 0
+
+
+def test_numbers_that_do_not_add_up_are_never_less_than_nothing():
+    assert foreign_mb(gpu(500, of_slot(800)), [Holder(1000, WORKER)], 0) == 0
+    assert foreign_mb(gpu(500, of_slot(800)), [Holder(1000, WORKER), Holder(100)], 0) == 0
+
+
 def test_one_owner_does_not_cover_the_overuse_of_another():
     holders = [Holder(1000, WORKER), Holder(1000, "other"), Holder(1000, pid=7)]
     used = [of_slot(1500), of_slot(500, worker="other", pid=11), GpuProcess(70, 500, lineage=(70, 7))]
