@@ -1,6 +1,6 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
-python -m tests.bench [--jobs 10000] [--rounds 3] [--slots 16] [--json]
+python -m tests.bench [--jobs 10000] [--leases 4096] [--rounds 3] [--slots 16] [--only jobs|leases] [--json]
 """
 
 import argparse
@@ -12,9 +12,13 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.bench import raw
+from tests.bench.leases import Leases
 from tests.bench.ours import Ours
 from tests.bench.trial import Trial
 from tests.servers import MariaDB, Redis
+
+#: Lease grants to a transaction.
+BATCHES = {64: "batches of 64", 1: "one by one"}
 
 
 def main() -> None:
@@ -23,7 +27,10 @@ def main() -> None:
     with MariaDB() as mariadb, Redis() as redis:
         for number in range(options.rounds):
             print(f"round {number + 1} of {options.rounds} …", file=sys.stderr, flush=True)
-            _round(mariadb, redis, options, figures)
+            if options.only != "jobs":
+                _grants(mariadb, options, figures)
+            if options.only != "leases":
+                _round(mariadb, redis, options, figures)
     medians = {name: statistics.median(values) for name, values in figures.items()}
     _report(medians, figures, options)
 
@@ -47,26 +54,51 @@ def _round(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures:
             ours.close()
 
 
+def _grants(mariadb: MariaDB, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    """As many to a transaction as 64 callers wait for at a time, and one by one; the machine's mood hits both."""
+    leases = Leases(mariadb.create_database("bench_leases"))
+    try:
+        for batch, label in BATCHES.items():
+            count = max(options.leases // (8 if batch == 1 else 1) // batch, 1) * batch
+            part = max(count // 4 // batch, 1) * batch
+            spent = {"raw": 0.0, "ours": 0.0}
+            for _ in range(count // part):
+                spent["raw"] += leases.raw(part, batch)
+                spent["ours"] += leases.ours(part, batch)
+            for who, seconds in spent.items():
+                figures[f"{who}: lease grants, {label}"].append(count // part * part / seconds)
+    finally:
+        leases.close()
+
+
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
-    whole = 1 / (1 / medians["ours: submit"] + 1 / medians["ours: drain"])
-    ratios = {
-        "ours: drain ÷ trial: drain": medians["ours: drain"] / medians["trial: drain"],
-        "ours: submit ÷ trial: submit": medians["ours: submit"] / medians["trial: submit"],
-        "ours: whole run ÷ raw SQL cycle": whole / medians["raw SQL cycle, batches of 100"],
-    }
+    ratios: dict[str, float] = {}
+    if "ours: drain" in medians:
+        whole = 1 / (1 / medians["ours: submit"] + 1 / medians["ours: drain"])
+        ratios |= {
+            "ours: drain ÷ trial: drain": medians["ours: drain"] / medians["trial: drain"],
+            "ours: submit ÷ trial: submit": medians["ours: submit"] / medians["trial: submit"],
+            "ours: whole run ÷ raw SQL cycle": whole / medians["raw SQL cycle, batches of 100"],
+        }
+    for label in BATCHES.values() if options.only != "jobs" else ():
+        ratio = medians[f"ours: lease grants, {label}"] / medians[f"raw: lease grants, {label}"]
+        ratios[f"lease grants, {label}: ours ÷ raw"] = ratio
     if options.json:
-        print(json.dumps({"jobs_per_second": figures, "medians": medians, "ratios": ratios}, indent=1))
+        print(json.dumps({"per_second": figures, "medians": medians, "ratios": ratios}, indent=1))
         return
-    print(f"{options.jobs} echo jobs, {options.slots} slots, {options.rounds} rounds; jobs per second, median [range]")
+    print(f"{options.jobs} echo jobs, {options.slots} slots, {options.leases} leases, {options.rounds} rounds")
+    print("jobs or leases per second, median [range]")
     for name, values in figures.items():
-        print(f"  {name:32s} {medians[name]:10,.2f}   [{min(values):,.2f} … {max(values):,.2f}]")
+        print(f"  {name:36s} {medians[name]:10,.2f}   [{min(values):,.2f} … {max(values):,.2f}]")
     for name, ratio in ratios.items():
-        print(f"  {name:32s} {ratio:10.2f}")
+        print(f"  {name:36s} {ratio:10.2f}")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--leases", type=int, default=4096)
+    parser.add_argument("--only", choices=("jobs", "leases"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--json", action="store_true")

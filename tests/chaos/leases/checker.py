@@ -21,7 +21,7 @@ A card that is lost has lost all memory that was on it, and leases asked for bef
 
 from collections.abc import Callable, Iterable, Iterator
 
-from tests.chaos.leases.history import History, Violation
+from tests.chaos.leases.history import Beat, History, Outage, Violation
 
 #: Seconds that may pass between a moment and its being noted by a thread of this process, on a busy machine.
 SLACK_S = 0.25
@@ -68,8 +68,14 @@ def leases_that_are_renewed_live(history: History) -> Iterator[Violation]:
             continue
         if beat.status != 410:
             yield Violation("INV-14", f"{beat.grant.name} got {beat.status}")
-        elif not any(set(beat.grant.uuids) & set(out.uuids) and out.began < beat.sent + SLACK_S for out in lost):
+        elif not any(_could_end(beat, outage) for outage in lost):
             yield Violation("INV-17", f"{beat.grant.name} was renewed in time, and ended")
+
+
+def _could_end(beat: Beat, outage: Outage) -> bool:
+    begun = outage.began < beat.sent + SLACK_S
+    over = outage.mended is not None and outage.mended < beat.grant.asked
+    return begun and not over and bool(set(beat.grant.uuids) & set(outage.uuids))
 
 
 def ended_leases_stay_ended(history: History) -> Iterator[Violation]:

@@ -1,0 +1,110 @@
+"""Lease grants: the system's own, as the API's batcher asks for them, beside a plain guarded UPDATE and INSERTs.
+
+Both write the same rows of the same tables: the lease, its share of a GPU, its audit row. The plain loop knows where
+each lease goes; ours reads the GPUs, places each request, and says why when there is no room.
+"""
+
+import json
+import time
+from typing import Any
+
+import pymysql
+from sqlalchemy import insert
+
+from orchestrator.leases import Granted, LeaseRequest, Terms, lease_name, new_token, token_hash
+from orchestrator.settings import Settings
+from orchestrator.store import grants, schema
+from orchestrator.store.database import Database
+from tests.bench.trial import connect, marks
+
+NODES, CARDS = 2, 4
+SIZES = (1000, 2000, 4000, 8000)
+#: Enough for everybody: a refusal is another measurement.
+USABLE_MB = 2_000_000_000
+STALE_S = 3600.0
+TTL_S = 60.0
+
+_TAKE = (
+    "UPDATE gpus SET leased_mb = leased_mb + %s, reserved_for = NULL, reserved_until = NULL WHERE gpu_uuid = %s"
+    " AND leased_mb + foreign_mb + %s <= usable_mb AND health = 'ok'"
+    " AND sampled_at > UTC_TIMESTAMP(6) - INTERVAL %s SECOND AND quarantined_at IS NULL AND gate_closed_at IS NULL"
+)
+
+
+class Leases:
+    def __init__(self, database_url: str) -> None:
+        self._settings = Settings(database_url=database_url)
+        self._db = Database(self._settings)
+        self._raw = connect(database_url)
+        schema.metadata.drop_all(self._db.engine)
+        schema.metadata.create_all(self._db.engine)
+
+    def close(self) -> None:
+        self._raw.close()
+        self._db.close()
+
+    def ours(self, count: int, batch: int) -> float:
+        """Seconds for `count` grants, `batch` to a transaction."""
+        self._empty()
+        terms = Terms(STALE_S)
+        started = time.perf_counter()
+        for first in range(0, count, batch):
+            requests = [LeaseRequest(f"agent-{n % 7}", SIZES[n % 4], TTL_S) for n in range(first, first + batch)]
+            answers = grants.grant_to_clients(self._db, requests, terms)
+            assert all(isinstance(answer, Granted) for answer in answers)
+        return time.perf_counter() - started
+
+    def raw(self, count: int, batch: int) -> float:
+        """The same with nothing around it; all of a batch goes to one GPU, as ours does while there is room."""
+        self._empty()
+        cursor = self._raw.cursor()
+        started = time.perf_counter()
+        for first in range(0, count, batch):
+            uuid = f"GPU-{first // batch % (NODES * CARDS)}"
+            leases = [(token_hash(new_token()), f"agent-{n % 7}", SIZES[n % 4]) for n in range(first, first + batch)]
+            need = sum(size for _, _, size in leases)
+            assert cursor.execute(_TAKE, (need, uuid, need, STALE_S)) == 1
+            self._insert(cursor, uuid, leases)
+            self._raw.commit()
+        return time.perf_counter() - started
+
+    def _insert(self, cursor: pymysql.cursors.Cursor, uuid: str, leases: list[tuple[str, str, int]]) -> None:
+        row = f"({marks(6)}, {marks(1)}, UTC_TIMESTAMP(6) + INTERVAL {TTL_S} SECOND)"
+        cursor.execute(
+            "INSERT INTO orchestrator_leases (token, agent_name, gpu_index, mode, memory_mb, node_id, ttl_seconds,"
+            f" expires_at) VALUES {marks(len(leases), row)}",
+            [value for key, agent, size in leases for value in (key, agent, 0, "gpu", size, "node-0", TTL_S)],
+        )
+        cursor.execute(
+            f"INSERT INTO lease_gpus (token, gpu_uuid, memory_mb) VALUES {marks(len(leases), '(%s,%s,%s)')}",
+            [value for key, _, size in leases for value in (key, uuid, size)],
+        )
+        cursor.execute(
+            f"INSERT INTO orchestrator_audit (event_type, actor, details) VALUES {marks(len(leases), '(%s,%s,%s)')}",
+            [value for lease in leases for value in ("lease.granted", lease[1], _details(uuid, *lease))],
+        )
+
+    def _empty(self) -> None:
+        """Both begin with empty tables and empty GPUs, sampled just now."""
+        cards = [
+            {
+                "gpu_uuid": f"GPU-{number}",
+                "node_id": f"node-{number // CARDS}",
+                "gpu_index": number % CARDS,
+                "name": "bench",
+                "total_mb": USABLE_MB,
+                "usable_mb": USABLE_MB,
+            }
+            for number in range(NODES * CARDS)
+        ]
+
+        def work(conn: Any) -> None:
+            for table in (schema.lease_gpus, schema.leases, schema.audit, schema.gpus):
+                conn.execute(table.delete())
+            conn.execute(insert(schema.gpus), cards)
+
+        self._db.write(work)
+
+
+def _details(uuid: str, key: str, _agent: str, size: int) -> str:
+    return json.dumps({"lease": lease_name(key), "mode": "gpu", "memory_mb": size, "gpus": [uuid]})
