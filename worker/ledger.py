@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot
-from orchestrator.store import audit
+from orchestrator.store import audit, leases
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import CONTENT_ERRORS, Database
@@ -163,6 +163,7 @@ class Ledger:
 
     def _turn(self, conn: Connection, turn: _Turn, *, checked: bool) -> _Written:
         with audit.together(conn):
+            leases.lock(conn, _lease_keys(turn))
             if checked or turn.starts or not all_done(turn.ends):
                 settled = record(conn, self._by, turn.starts, turn.ends, self._policy)
             else:
@@ -204,6 +205,11 @@ class Ledger:
             # The leader drops entries whose job is over.
             log.warning("acknowledgements lost", extra={"entries": len(entry_ids), "error": str(away)})
         return [None] * len(groups)
+
+
+def _lease_keys(turn: _Turn) -> set[str]:
+    ended = {end.lease_key for end in turn.ends if end.lease_key}
+    return ended | {one.lease_key for one in turn.releases} | {slot.key for one in turn.offers for slot in one.warm}
 
 
 def _with_origin(end: End, entry_id: str) -> End:

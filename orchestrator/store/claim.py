@@ -250,12 +250,16 @@ def _serves(slot: ResidentSlot, job: _Offered, request: LeaseRequest, reserved: 
 def _lease_all(
     conn: Connection, by: Claimant, requests: Sequence[LeaseRequest], blank: int | None
 ) -> dict[str, Granted | Denied]:
-    """New leases, for as many jobs as there are slots without a model in memory."""
+    """New leases, for as many jobs as there are slots without a model in memory. The others may do without a GPU."""
     room = len(requests) if blank is None else min(blank, len(requests))
-    refused = Denied(NO_BLANK_SLOT, Reason.NO_MEMORY, ELSEWHERE_S, evicting=True)
     answers = grants.grant(conn, requests[:room], by.terms, by.node_id) if room else []
-    given = zip(requests, [*answers, *[refused] * (len(requests) - room)], strict=True)
-    return {str(request.job_id): answer for request, answer in given}
+    answers += grants.grant_cpu(conn, [one for one in requests[room:] if one.cpu_fallback], by.node_id)
+    granted: dict[str, Granted | Denied] = dict.fromkeys(
+        (str(request.job_id) for request in requests),
+        Denied(NO_BLANK_SLOT, Reason.NO_MEMORY, ELSEWHERE_S, evicting=True),
+    )
+    asked = [*requests[:room], *[one for one in requests[room:] if one.cpu_fallback]]
+    return granted | {str(request.job_id): answer for request, answer in zip(asked, answers, strict=True)}
 
 
 def _take_ownership(

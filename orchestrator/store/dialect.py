@@ -127,9 +127,12 @@ def in_order(statement: Select[Any]) -> Select[Any]:
     return statement.prefix_with("STRAIGHT_JOIN", dialect="mysql")
 
 
-def walking(statement: Select[Any], table: Table, index: str) -> Select[Any]:
-    """Read the table along an index, as far as the limit, rather than sort all of it."""
-    return statement.with_hint(table, f"FORCE INDEX ({index})", "mysql")
+def walking(statement: Keyed, table: Table, index: str) -> Keyed:
+    """Go through the table along an index: as far as the limit rather than sort all of it, or in order of its locks."""
+    hint, server = f"FORCE INDEX ({index})", "mysql"
+    if isinstance(statement, Update):
+        return statement.with_hint(hint, dialect_name=server)
+    return statement.with_hint(table, hint, server)
 
 
 class LeaderLock(Protocol):

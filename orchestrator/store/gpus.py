@@ -111,6 +111,10 @@ def largest_usable_mb(conn: Connection) -> int:
 # ── hosts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+#: What the accounts of a host that tells nothing can count.
+MOST = 2**31 - 1
+
+
 def hosts(conn: Connection) -> list[HostView]:
     """Processor time and memory that nodes have left; None for what a node does not tell."""
     rows = conn.execute(
@@ -128,8 +132,8 @@ def take_host(conn: Connection, node_id: str, cpu_milli: int, memory_mb: int) ->
         update(nodes)
         .where(
             nodes.c.node_id == node_id,
-            or_(nodes.c.cpu_milli.is_(None), nodes.c.leased_cpu_milli + cpu_milli <= nodes.c.cpu_milli),
-            or_(nodes.c.memory_mb.is_(None), nodes.c.leased_memory_mb + memory_mb <= nodes.c.memory_mb),
+            nodes.c.leased_cpu_milli + cpu_milli <= func.coalesce(nodes.c.cpu_milli, MOST),
+            nodes.c.leased_memory_mb + memory_mb <= func.coalesce(nodes.c.memory_mb, MOST),
         )
         .values(
             leased_cpu_milli=nodes.c.leased_cpu_milli + cpu_milli,

@@ -52,6 +52,14 @@ def grant(
     return answers
 
 
+def grant_cpu(conn: Connection, requests: Sequence[LeaseRequest], node_id: str) -> list[Granted]:
+    """Leases without a GPU, for those who allow it."""
+    now: datetime = conn.execute(_NOW).scalar_one() if requests else datetime.min  # noqa: DTZ901 - used by nobody then
+    granted = [Granted(one, "cpu", node_id, (), now + timedelta(seconds=one.ttl_s)) for one in requests]
+    leases.insert(conn, granted)
+    return granted
+
+
 def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
     """Answer requests from outside in one transaction of their own, with their audit rows."""
     tried: list[str] = []

@@ -87,6 +87,19 @@ _END = Hot(
 )
 
 
+_LOCK = Hot(lambda keys: by_key(select(leases.c.token).where(leases.c.token.in_(keys)).with_for_update(), leases))
+
+
+def lock(conn: Connection, keys: Collection[str]) -> None:
+    """Lock all leases that a transaction is to end, keep or occupy, before anything else.
+
+    Heartbeats lock the leases of their worker in the same order, and then GPUs: taken one by one, between GPUs, these
+    would deadlock with them.
+    """
+    if keys:
+        _LOCK.run(conn, sorted(keys)).all()
+
+
 def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
     """End leases and give the GPUs back what they hold. Those already over are left out.
 

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
-from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
+from orchestrator.store.dialect import seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, nodes, workers
 
 
@@ -94,8 +94,9 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
     if alive.rowcount != 1:
         raise WorkerLost(worker.worker_id)
     if beat.busy or beat.resident:
+        # Not along an index that the ends of leases change: they hold the rows, and would wait for us there.
         conn.execute(
-            update(leases)
+            walking(update(leases), leases, "ix_leases_worker")
             .where(leases.c.worker_id == worker.worker_id, leases.c.state == "active", leases.c.ending_as.is_(None))
             .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
         )

@@ -1,20 +1,22 @@
 """What could use GPU memory twice, or keep it from those who wait, when things happen in an unusual order."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import event, select, text, update
 
 from orchestrator.gpu import GpuProcess, Health
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, Remains, ResidentSlot, Terms
 from orchestrator.placement import Policy
-from orchestrator.store import grants, inventory, leases, schema
+from orchestrator.store import grants, inventory, leases, residency, schema
 from orchestrator.store.claim import RESERVED_S, Claim, NotClaimed
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.gpus import Gate
 from orchestrator.store.settle import Left, never_started
 from tests.factories import GATE_PCT, STALE_S, active_leases, done, gpu, hire, rows, set_job, submit
+from tests.waiting import wait_until
 
 AT_ONCE = Terms(STALE_S, Policy.BEST_FIT, resident_min_s=0.0)
 
@@ -308,3 +310,54 @@ def test_a_warm_model_serves_nobody_while_its_gpu_is_kept_for_a_starving_job(db)
     set_job(db, job, queued="ready", not_before=None)
     denied = hand.offer(job)[job]
     assert isinstance(denied, NotClaimed) and denied.evicting
+
+
+# --- the rest ---
+
+
+def test_a_job_that_may_do_without_a_gpu_does_not_wait_for_a_slot(db):
+    """All free slots keep models, perhaps pinned ones: it would wait for ever."""
+    hand = hire(db, gpu())
+    model = warm_up(hand)
+    waits, runs = *submit(db, min_memory_mb=9000), *submit(db, min_memory_mb=9000, cpu_fallback=True)
+    answers = hand.offer(waits, runs, warm=[model], blank=0)
+    assert isinstance(answers[waits], NotClaimed)
+    claim = answers[runs]
+    assert isinstance(claim, Claim) and claim.lease is not None and claim.lease.mode == "cpu"
+
+
+def test_the_account_of_a_host_that_tells_nothing_has_an_end(db):
+    hire(db, gpu())
+    assert isinstance(ask(db, 100, host_memory_mb=2**31 - 1), Granted)
+    assert isinstance(ask(db, 100, host_memory_mb=2**31 - 1), Denied)
+
+
+def test_a_heartbeat_waits_for_a_turn_of_the_ledger_and_never_deadlocks_with_it(maria_db):
+    """The turn ends one lease and then occupies another, with GPUs locked in between."""
+    db, failures = maria_db, list[object]()
+    hand = hire(db, gpu())
+    model, leaving = warm_up(hand), warm_up(hand, number=2)
+    (job,) = submit(db, min_memory_mb=4000)
+    waits = text("SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'UPDATE orchestrator_leases%'")
+
+    def turn(conn):
+        leases.lock(conn, [leaving.key, model.key])
+        with ThreadPoolExecutor(1) as pool:
+            beat = pool.submit(hand.beat, busy=1)
+            # On this connection: the server ends a transaction that idles.
+            wait_until(lambda: conn.execute(waits).scalar_one(), what="a waiting heartbeat")
+            leases.free(conn, [leaving.key])
+            assert residency.occupy(conn, model, job, hand.worker_id)
+            conn.commit()
+            beat.result()
+
+    def on_error(context):
+        failures.append(context.original_exception.args[0])
+
+    event.listen(db.engine, "handle_error", on_error)
+    try:
+        with db.engine.connect() as conn:
+            turn(conn)
+    finally:
+        event.remove(db.engine, "handle_error", on_error)
+    assert 1213 not in failures
