@@ -182,9 +182,9 @@ class _Ranking:
 
 def _scale_of(nodes: Sequence[Node]) -> Scale:
     return Scale(
-        gpu_mb=max((gpu.usable_mb for node in nodes for gpu in node.gpus), default=1) or 1,
-        node_mb=max((sum(gpu.usable_mb for gpu in node.gpus) for node in nodes), default=1) or 1,
-        cpu_milli=max((node.host.cpu_milli_free or 1 for node in nodes), default=1),
+        gpu_mb=max([1, *(gpu.usable_mb for node in nodes for gpu in node.gpus)]),
+        node_mb=max([1, *(sum(gpu.usable_mb for gpu in node.gpus) for node in nodes)]),
+        cpu_milli=max([1, *(node.host.cpu_milli_free or 0 for node in nodes)]),
     )
 
 

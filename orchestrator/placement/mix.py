@@ -125,14 +125,17 @@ class Mix:
 
     def servable_mb(self, cpu_milli: float, memory_mb: float) -> float:
         """How much GPU memory a host with so much left serves before it runs out, at the usual ratio."""
-        by_cpu = cpu_milli * self._gpu_mb_per_cpu_milli if cpu_milli else 0.0
-        by_memory = memory_mb * self._gpu_mb_per_host_mb if memory_mb else 0.0
-        return min(by_cpu, by_memory)
+        return min(_served(cpu_milli, self._gpu_mb_per_cpu_milli), _served(memory_mb, self._gpu_mb_per_host_mb))
 
     def drift(self, counts: Mapping[Shape, int], total: int) -> float:
         """The share of these asks that the mix would have to change to look like them: 0 the same, 1 all others."""
         shapes = self.shares.keys() | counts.keys()
         return sum(abs(self.shares.get(shape, 0.0) - counts.get(shape, 0) / total) for shape in shapes) / 2
+
+
+def _served(left: float, gpu_mb_each: float) -> float:
+    """Without end where the host does not report what it has, or where nobody asks for it."""
+    return inf if inf in (left, gpu_mb_each) else max(left, 0) * gpu_mb_each
 
 
 class RecentAsks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -64,14 +64,26 @@ def evictions(
         return ()
     lawful = [resident for resident in residents if not resident.pinned and resident.resident_s >= min_resident_s]
     lawful.sort(key=lambda resident: (-resident.idle_s, resident.key))
-    choices = [choice for node in cluster.nodes(ask.node_id) if (choice := _fewest(node, ask, lawful))]
+    homes = {gpu.gpu_uuid: gpu.node_id for gpu in cluster.gpus(ask.node_id)}
+    choices = [
+        choice
+        for node_id, local in _by_home(lawful, homes).items()
+        if (choice := _fewest(cluster.nodes(node_id)[0], ask, local))
+    ]
     return min(choices, key=lambda choice: (len(choice), -min(one.idle_s for one in choice)), default=())
 
 
-def _fewest(node: Node, ask: Ask, lawful: Sequence[Resident]) -> tuple[Resident, ...]:
+def _by_home(residents: Iterable[Resident], homes: Mapping[str, str]) -> dict[str, list[Resident]]:
+    """The residents of each node; all GPUs of a model are of one."""
+    by_home: dict[str, list[Resident]] = {}
+    for resident in residents:
+        for home in {homes[uuid] for uuid in resident.gpu_uuids if uuid in homes}:
+            by_home.setdefault(home, []).append(resident)
+    return by_home
+
+
+def _fewest(node: Node, ask: Ask, local: Sequence[Resident]) -> tuple[Resident, ...]:
     """Of one node: the smallest sets are tried first, and of equally small ones those longest idle."""
-    uuids = {gpu.gpu_uuid for gpu in node.gpus}
-    local = [resident for resident in lawful if not uuids.isdisjoint(resident.gpu_uuids)]
     if not _fits_without(node, ask, local):
         return ()
     for size in range(1, LARGEST_TO_TRY + 1 if len(local) <= MOST_TO_TRY else 2):

@@ -86,7 +86,14 @@ def test_the_host_serves_at_the_usual_ratio():
     mix = Mix({Shape(10, cpu_milli=1000, host_memory_mb=100): 1.0})
     assert mix.servable_mb(2000, 100) == pytest.approx(10)
     assert mix.servable_mb(2000, float("inf")) == pytest.approx(20)
-    assert Mix({Shape(10): 1.0}).servable_mb(0, 5) == 0
+    assert mix.servable_mb(-1, 100) == 0
+
+
+def test_what_nobody_asks_for_or_reports_does_not_limit():
+    unlimited = float("inf")
+    assert Mix({Shape(10): 1.0}).servable_mb(0, -5) == unlimited
+    assert Mix({Shape(0, gpu_count=0, cpu_milli=5): 1.0}).servable_mb(unlimited, unlimited) == unlimited
+    assert Mix({Shape(0, gpu_count=0, cpu_milli=5): 1.0}).servable_mb(10, unlimited) == 0
 
 
 @settings(deadline=None)
