@@ -1,15 +1,17 @@
-"""A whole orchestrator behind real HTTP, with GPUs that are rows; programs that use it."""
+"""A whole orchestrator behind real HTTP, a node that measures its GPUs, and programs that use them."""
 
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import func, select, update
 
 from orchestrator.settings import Settings
 from orchestrator.store import schema
@@ -17,33 +19,26 @@ from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_shift
 from tests.api.conftest import Running, running
 from tests.conftest import SHORT
+from tests.factories import Hand, gpu, hire
 from tests.servers import Redis
 
 NODE = "node-1"
 
 
-def add_gpu(db: Database, index: int, total_mb: int = 10_000, **columns: Any) -> None:
-    """A GPU with nine tenths of its memory for leases, measured just now."""
-    row = {
-        "gpu_uuid": f"GPU-{index}",
-        "node_id": NODE,
-        "gpu_index": index,
-        "name": "simulated GPU",
-        "total_mb": total_mb,
-        "usable_mb": total_mb * 9 // 10,
-    }
-    db.write(lambda conn: conn.execute(insert(schema.gpus), row | columns))
-
-
 class Orchestrator:
-    """What the tests see of it."""
+    """What the tests see of it: one node, whose GPUs are measured all the time and hold no process."""
 
-    def __init__(self, url: str, db: Database) -> None:
-        self.url, self.db = url, db
+    def __init__(self, url: str, db: Database, node: Hand) -> None:
+        self.url, self.db, self._node = url, db, node
+
+    def add_gpu(self) -> None:
+        """One more, of 9000 MB for leases."""
+        self._node.sees(*self._node.gpus, gpu(len(self._node.gpus), 10_000))
 
     def leases(self, state: str = "active") -> list[Any]:
-        query = select(schema.leases).where(schema.leases.c.state == state)
-        return list(self.db.read(lambda conn: conn.execute(query).all()))
+        """One that is ending already, and only waits for its processes to go, is over for its holder."""
+        seen_as = func.coalesce(schema.leases.c.ending_as, schema.leases.c.state)
+        return list(self.db.read(lambda conn: conn.execute(select(schema.leases).where(seen_as == state)).all()))
 
     def leased_mb(self) -> int:
         return sum(self.db.read(lambda conn: conn.execute(select(schema.gpus.c.leased_mb)).scalars().all()))
@@ -70,17 +65,36 @@ def started(cluster_settings: Settings) -> Iterator[Running]:
         yield api
 
 
+@contextmanager
+def measured(node: Hand) -> Iterator[None]:
+    """Its heartbeats and samples come by themselves, as a worker sends them."""
+    stop = threading.Event()
+
+    def keep_beating() -> None:
+        while not stop.wait(0.1):
+            node.beat()
+
+    thread = threading.Thread(target=keep_beating, name="node")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+
+
 @pytest.fixture
-def server(started: Running, monkeypatch: pytest.MonkeyPatch) -> Orchestrator:
+def server(started: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orchestrator]:
     """With one GPU of 9000 usable MB; where and as whom clients find it stands in the environment."""
     for rows in (schema.lease_gpus.delete(), schema.leases.delete(), schema.gpus.delete()):
         with started.db.engine.begin() as connection:
             connection.execute(rows)
-    add_gpu(started.db, 0)
     url = str(started.http.base_url)
     monkeypatch.setenv("GPUORCH_URL", url)
     monkeypatch.setenv("ORCH_NODE_ID", NODE)
-    return Orchestrator(url, started.db)
+    node = hire(started.db, gpu(0, 10_000), node=NODE)
+    with measured(node):
+        yield Orchestrator(url, started.db, node)
 
 
 @pytest.fixture

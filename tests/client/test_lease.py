@@ -18,8 +18,9 @@ from orchestrator.client import Held, LeaseDenied, LeaseLost, Refused, ServerUnr
 from orchestrator.client.asking import Grant, this_node, this_user
 from orchestrator.errors import ConfigError
 from orchestrator.store import migrate, schema
-from tests.client.conftest import NODE, Orchestrator, add_gpu
+from tests.client.conftest import NODE, Orchestrator
 from tests.cluster import Cluster
+from tests.factories import gpu, hire
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -58,7 +59,8 @@ def test_a_block_with_a_gpu(server: Orchestrator):
         held.check()
         assert "GPU-0" in repr(held)
     assert devices() == (None, None)
-    assert (server.leases(), server.leased_mb(), len(server.leases("released"))) == ([], 0, 1)
+    assert (server.leases(), len(server.leases("released"))) == ([], 1)
+    wait_until(lambda: server.leased_mb() == 0, what="the memory is free")
     ours = {"lease-heartbeat", "lease-watch"}
     wait_until(lambda: not ours & {thread.name for thread in threading.enumerate()}, what="no thread is left")
 
@@ -79,14 +81,14 @@ def test_a_lease_of_the_cpu_shows_no_gpu(server: Orchestrator):
 
 
 def test_several_gpus(server: Orchestrator):
-    add_gpu(server.db, 1)
+    server.add_gpu()
     with lease(min_memory_mb=1, gpu_count=2) as held:
         assert devices()[0] == ",".join(held.gpu_uuids)
         assert sorted(held.gpu_uuids) == ["GPU-0", "GPU-1"]
 
 
 def test_leases_inside_of_leases(server: Orchestrator):
-    add_gpu(server.db, 1)
+    server.add_gpu()
     with lease(min_memory_mb=9000) as outer:
         with lease(min_memory_mb=9000) as inner:
             assert inner.gpu_uuids != outer.gpu_uuids
@@ -97,7 +99,7 @@ def test_leases_inside_of_leases(server: Orchestrator):
 
 
 def test_leases_of_threads_end_in_any_order(server: Orchestrator):
-    add_gpu(server.db, 1)
+    server.add_gpu()
     first, second = lease(min_memory_mb=9000), lease(min_memory_mb=9000)
     first.__enter__()
     held = second.__enter__()
@@ -280,10 +282,10 @@ def test_a_restart_of_the_server_within_the_time_to_live_loses_nothing(cluster_s
     cluster = Cluster(settings, tmp_path)
     try:
         migrate.upgrade(cluster.db)
-        add_gpu(cluster.db, 0)
+        node = hire(cluster.db, gpu(0), node=NODE)
         port = free_port()
         first, url = cluster.serve(port=port)
-        orchestrator = Orchestrator(url, cluster.db)
+        orchestrator = Orchestrator(url, cluster.db, node)
         with lease(min_memory_mb=1, url=url, node_id=NODE, ttl_seconds=60.0) as held:
             first.kill()
             missed = lambda: "heartbeat of the GPU lease failed" in caplog.text
@@ -473,7 +475,7 @@ def test_a_callback_that_fails_is_logged(server: Orchestrator, caplog):
 
 def test_the_outer_of_two_is_lost(server: Orchestrator):
     """Its error leaves both blocks, and the inner lease is released on the way."""
-    add_gpu(server.db, 1)
+    server.add_gpu()
     reached = []
     with pytest.raises(LeaseLost), lease(min_memory_mb=9000, ttl_seconds=TTL_S) as outer:
         with lease(min_memory_mb=9000, ttl_seconds=60.0) as inner:
