@@ -203,3 +203,18 @@ def test_a_worker_that_dies_is_started_again(running):
     os.kill(worker, signal.SIGKILL)
     assert running.run("second")["status"] == "done"
     assert "the worker ended; starting it again" in running.output
+
+
+def gpuorch(url: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GPUORCH_URL": url}
+    command = [sys.executable, "-m", "orchestrator.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def test_a_command_of_our_own_under_a_lease(running):
+    look = f"{sys.executable} -m orchestrator.cli gpus; echo seen=$CUDA_VISIBLE_DEVICES; exit 5"
+    shown = gpuorch(running.url, "run", "--min-memory-mb", "8000", "--", "sh", "-c", look)
+    assert shown.returncode == 5, shown
+    assert re.search(r"seen=SIM-\S+-\d", shown.stdout) and "8000 leased" in shown.stdout, shown.stdout
+    free = lambda: "leased" not in gpuorch(running.url, "gpus").stdout.rpartition("█ leased")[0]
+    wait_until(free, timeout=PATIENCE_S, what="a sample shows that its processes are gone")
