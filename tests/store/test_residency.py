@@ -358,6 +358,23 @@ def test_the_same_models_are_not_counted_for_two_of_a_batch(db):
     assert [answer.evicting for answer in answers] == [True, False]
 
 
+def test_each_of_a_batch_gets_models_of_its_own_to_make_room(db):
+    hand = hire(db, gpu(0, total_mb=20_000), gpu(1, total_mb=20_000))
+    slots = [settle_in(hand, n, memory_mb=15_000) for n in (1, 2)]
+    wishes = [LeaseRequest("a", 10_000, 60.0) for _ in range(2)]
+    answers = db.write(lambda conn: grants.grant(conn, wishes, TERMS))
+    assert [isinstance(answer, Denied) and answer.evicting for answer in answers] == [True, True]
+    assert evicted(db) == sorted(slot.key for slot in slots)
+
+
+def test_a_clients_lease_makes_room_for_nobody(db):
+    hire(db, gpu(total_mb=20_000))
+    client = ask(db, 15_000)
+    change(db, client.key, created_at=utc_shift(-1000.0), idle_since=utc_shift(-100.0))
+    assert ask(db, 10_000).evicting is False
+    assert evicted(db) == []
+
+
 def test_a_job_that_finds_no_room_makes_some(db):
     hand = hire(db, gpu(total_mb=20_000))
     slot = settle_in(hand, memory_mb=15_000)
