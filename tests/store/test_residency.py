@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
+from orchestrator.gpu import GpuProcess
 from orchestrator.jobs import ErrorKind
 from orchestrator.leases import Denied, Granted, LeaseRequest, Remains, ResidentSlot, Terms, job_lease_key
 from orchestrator.placement import Policy
@@ -401,7 +402,9 @@ def test_a_worker_hears_of_its_own_models_only_and_not_of_those_that_leave(db):
         change(db, slot.key, evicted_at=utc_shift(0.0))
     assert sorted(one.beat(resident=2).evicted) == [slots[0].key, slots[1].key]
     db.write(lambda conn: leases.let_go(conn, [slots[0].key], "spent"))
-    assert one.beat(resident=2).evicted == (slots[1].key,)
+    leaving = (GpuProcess(7, 5000, mark=f"{one.worker_id}#1"),)
+    assert one.sees(gpu(used_mb=5000, processes=leaving), resident=2).evicted == (slots[1].key,)
+    assert lease_of(db, slots[0].key).state == "active"
     assert other.beat(resident=1).evicted == (slots[2].key,)
 
 
