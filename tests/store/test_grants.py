@@ -98,13 +98,15 @@ def test_the_host_with_room_is_chosen(db):
     assert ask(db, host_memory_mb=200).node_id == "large"
 
 
-def test_a_lease_without_gpu_takes_nothing_of_a_host(db):
-    hire(db, gpu(foreign_mb=24_000))
+def test_a_lease_without_gpu_takes_nothing_of_a_host_and_returns_nothing(db):
+    hire(db, gpu(total_mb=10_000))
     set_host(db, cpu_milli=4000)
-    answer = ask(db, cpu_fallback=True, host_cpu_milli=3000)
-    assert answer.mode == "cpu"
-    db.write(lambda conn: leases.release(conn, answer.request.token))
-    assert on_hosts(db) == {"node-1": (0, 0)}
+    wishes = [request(9000, cpu_fallback=True, host_cpu_milli=1000) for _ in range(2)]
+    first, second = db.write(lambda conn: grants.grant(conn, wishes, TERMS, "node-1"))
+    assert (first.mode, second.mode, second.node_id) == ("gpu", "cpu", "node-1")
+    assert on_hosts(db) == {"node-1": (1000, 0)}
+    db.write(lambda conn: leases.release(conn, second.request.token))
+    assert on_hosts(db) == {"node-1": (1000, 0)}
 
 
 def test_a_host_taken_meanwhile_takes_no_gpu(db, monkeypatch):

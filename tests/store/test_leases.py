@@ -301,8 +301,9 @@ def test_ended_leases_are_forgotten_after_a_while_and_live_ones_never(db):
 # --- under load ---
 
 
-def test_no_gpu_is_ever_overcommitted(db):
+def test_no_gpu_is_ever_overcommitted(db_url, open_database):
     """INV-12: random sizes from many threads, looked at all the time, balanced at the end."""
+    db = open_database(db_url, db_pool_size=32)  # nobody waits for a connection, however slow the machine
     threads, rounds = (8, 5) if is_sqlite(db) else (16, 32)  # 10,240 tries on MariaDB, twenty to a transaction
     hire(db, gpu(0), gpu(1))
     over, samples, granted, stop = list[Any](), [0], [0] * threads, threading.Event()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
+from orchestrator.gpu import GpuProcess
 from orchestrator.jobs import ErrorKind
 from orchestrator.leases import Denied, Granted, LeaseRequest, Remains, ResidentSlot, Terms, job_lease_key
 from orchestrator.placement import Policy
@@ -358,6 +359,23 @@ def test_the_same_models_are_not_counted_for_two_of_a_batch(db):
     assert [answer.evicting for answer in answers] == [True, False]
 
 
+def test_each_of_a_batch_gets_models_of_its_own_to_make_room(db):
+    hand = hire(db, gpu(0, total_mb=20_000), gpu(1, total_mb=20_000))
+    slots = [settle_in(hand, n, memory_mb=15_000) for n in (1, 2)]
+    wishes = [LeaseRequest("a", 10_000, 60.0) for _ in range(2)]
+    answers = db.write(lambda conn: grants.grant(conn, wishes, TERMS))
+    assert [isinstance(answer, Denied) and answer.evicting for answer in answers] == [True, True]
+    assert evicted(db) == sorted(slot.key for slot in slots)
+
+
+def test_a_clients_lease_makes_room_for_nobody(db):
+    hire(db, gpu(total_mb=20_000))
+    client = ask(db, 15_000)
+    change(db, client.key, created_at=utc_shift(-1000.0), idle_since=utc_shift(-100.0))
+    assert ask(db, 10_000).evicting is False
+    assert evicted(db) == []
+
+
 def test_a_job_that_finds_no_room_makes_some(db):
     hand = hire(db, gpu(total_mb=20_000))
     slot = settle_in(hand, memory_mb=15_000)
@@ -384,7 +402,10 @@ def test_a_worker_hears_of_its_own_models_only_and_not_of_those_that_leave(db):
         change(db, slot.key, evicted_at=utc_shift(0.0))
     assert sorted(one.beat(resident=tuple(slot.key for slot in slots[:2])).evicted) == [slots[0].key, slots[1].key]
     db.write(lambda conn: leases.let_go(conn, [slots[0].key], "spent"))
-    assert one.beat(resident=tuple(slot.key for slot in slots[:2])).evicted == (slots[1].key,)
+    leaving = (GpuProcess(7, 5000, mark=f"{one.worker_id}#1"),)
+    kept = tuple(slot.key for slot in slots[:2])
+    assert one.sees(gpu(used_mb=5000, processes=leaving), resident=kept).evicted == (slots[1].key,)
+    assert lease_of(db, slots[0].key).state == "active"
     assert other.beat(resident=(slots[2].key,)).evicted == (slots[2].key,)
 
 
