@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from orchestrator.placement.mix import Mix
+from orchestrator.placement.mix import Mix, Takers
 from orchestrator.placement.node import Node, Room
 from orchestrator.placement.views import Ask
 
@@ -83,7 +83,8 @@ def _left(node: Node, ask: Ask, scale: Scale) -> float:
 def _least_loss(node: Node, ask: Ask, fitting: list[Room], mix: Mix) -> tuple[float, tuple[Room, ...]]:
     """Which GPUs lose the least worth, and how much the whole node loses by it."""
     cpu_milli, memory_mb = node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb
-    worth, need = mix.takers(node.model, cpu_milli, memory_mb).worth, ask.memory_mb
+    takers, need = mix.takers(node.model, cpu_milli, memory_mb), ask.memory_mb
+    worth = takers.worth
     # `fitting` begins with the fullest GPU, and sorting keeps that order where the loss is the same.
     by_loss = sorted(fitting, key=lambda room: worth(room.free_mb) - worth(room.free_mb - need))
     rooms = tuple(by_loss[: ask.gpu_count])
@@ -93,17 +94,17 @@ def _least_loss(node: Node, ask: Ask, fitting: list[Room], mix: Mix) -> tuple[fl
         if room.reserved_for is None:
             frees.remove(room.free_mb)
             frees.append(room.free_mb - need)
-    return _worth_of(node, mix) - _worth(mix, node.model, frees, cpu_milli, memory_mb), rooms
+    return _worth_of(node, mix) - _worth(mix, takers, frees, cpu_milli, memory_mb), rooms
 
 
 def _worth_of(node: Node, mix: Mix) -> float:
     if node.worth is None or node.worth[0] is not mix:
-        node.worth = mix, _worth(mix, node.model, node.frees, node.cpu_milli, node.memory_mb)
+        takers = mix.takers(node.model, node.cpu_milli, node.memory_mb)
+        node.worth = mix, _worth(mix, takers, node.frees, node.cpu_milli, node.memory_mb)
     return node.worth[1]
 
 
-def _worth(mix: Mix, model: str, frees: list[int], cpu_milli: float, memory_mb: float) -> float:
+def _worth(mix: Mix, takers: Takers, frees: list[int], cpu_milli: float, memory_mb: float) -> float:
     """What the mix could use next, and what the host could serve in the long run (see above)."""
-    takers = mix.takers(model, cpu_milli, memory_mb)
     usable = sum(map(takers.worth, frees)) + takers.worth_to_gangs(frees)
     return usable + min(sum(frees), mix.servable_mb(cpu_milli, memory_mb))
