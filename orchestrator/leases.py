@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from functools import cached_property
 from typing import Self
 
 from orchestrator.placement import Ask, GpuView, Policy, Reason, RecentAsks
@@ -65,7 +66,7 @@ class LeaseRequest:
     host_memory_mb: int = 0
     token: str = field(default_factory=new_token, repr=False)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """What the database knows the lease by."""
         return token_hash(self.token) if self.job_id is None else job_lease_key(self.job_id, self.attempt)

@@ -148,14 +148,15 @@ class RecentAsks:
         self._mix = Mix()
         self._unseen = 0
 
-    def add(self, ask: Ask) -> None:
-        shape = Shape.of(ask)
+    def add(self, *asks: Ask) -> None:
+        shapes = [Shape.of(ask) for ask in asks]
         with self._lock:
-            if len(self._recent) == self._recent.maxlen:
-                self._drop(self._recent[0])
-            self._recent.append(shape)
-            self._counts[shape] += 1
-            self._unseen += 1
+            for shape in shapes:
+                if len(self._recent) == self._recent.maxlen:
+                    self._drop(self._recent[0])
+                self._recent.append(shape)
+                self._counts[shape] += 1
+            self._unseen += len(shapes)
 
     def _drop(self, shape: Shape) -> None:
         self._counts[shape] -= 1

@@ -53,9 +53,11 @@ class Node:
     def _look(self) -> None:
         """Derive what scores need again and again."""
         self.rooms = sorted(
-            Room(gpu.free_mb, position, gpu.name, gpu.reserved_for)
-            for position, gpu in enumerate(self.gpus)
-            if gpu.in_service and gpu.free_mb >= 0
+            [
+                Room(free_mb, position, gpu.name, gpu.reserved_for)
+                for position, gpu in enumerate(self.gpus)
+                if gpu.in_service and (free_mb := gpu.free_mb) >= 0
+            ]
         )
         #: What anybody may use.
         self.frees = tuple(room.free_mb for room in self.rooms if room.reserved_for is None)
@@ -89,12 +91,13 @@ class Node:
 
     def take(self, ask: Ask, gpu_uuids: set[str]) -> None:
         self.gpus = [gpu.with_lease(ask.memory_mb) if gpu.gpu_uuid in gpu_uuids else gpu for gpu in self.gpus]
-        cpu_milli, memory_mb = self.host.cpu_milli_free, self.host.memory_mb_free
-        self.host = HostView(
-            self.node_id,
-            None if cpu_milli is None else cpu_milli - ask.cpu_milli,
-            None if memory_mb is None else memory_mb - ask.host_memory_mb,
-        )
+        if ask.cpu_milli or ask.host_memory_mb:
+            cpu_milli, memory_mb = self.host.cpu_milli_free, self.host.memory_mb_free
+            self.host = HostView(
+                self.node_id,
+                None if cpu_milli is None else cpu_milli - ask.cpu_milli,
+                None if memory_mb is None else memory_mb - ask.host_memory_mb,
+            )
         self.version += 1
         self._look()
 

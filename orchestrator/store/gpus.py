@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, bindparam, case, func, or_, select, update
@@ -19,6 +20,7 @@ from orchestrator.placement import GpuView, HostView
 from orchestrator.settings import Settings
 from orchestrator.store import audit
 from orchestrator.store.dialect import upsert, utc_now, utc_shift
+from orchestrator.store.hot import Hot
 from orchestrator.store.schema import gpus, lease_gpus, leases, nodes
 
 # ── what may be given out ───────────────────────────────────────────────────────────────────────────────────────
@@ -26,57 +28,71 @@ from orchestrator.store.schema import gpus, lease_gpus, leases, nodes
 _FRESH = gpus.c.sampled_at > utc_shift(-bindparam("stale_s"))
 _RESERVED: ColumnElement[Any] = case((gpus.c.reserved_until > utc_now(), gpus.c.reserved_for), else_=None)
 
+#: The columns of a GpuView, in its order, and the time.
 _VIEWS = select(
     gpus.c.gpu_uuid,
     gpus.c.node_id,
     gpus.c.gpu_index,
-    gpus.c.name,
     gpus.c.usable_mb,
     gpus.c.leased_mb,
     gpus.c.foreign_mb,
     gpus.c.health,
     _FRESH.label("fresh"),
+    gpus.c.name,
     gpus.c.quarantined_at.is_not(None).label("quarantined"),
     gpus.c.gate_closed_at.is_not(None).label("gated"),
     _RESERVED.label("reserved_for"),
+    utc_now().label("now"),
 ).order_by(gpus.c.gpu_uuid)
 
-_TAKE = (
-    update(gpus)
-    .where(
-        gpus.c.gpu_uuid == bindparam("uuid"),
-        gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,
-        gpus.c.health == Health.OK,
-        _FRESH,
-        gpus.c.quarantined_at.is_(None),
-        gpus.c.gate_closed_at.is_(None),
-        or_(_RESERVED.is_(None), gpus.c.reserved_for == bindparam("key")),
+_TAKE = Hot(
+    lambda uuid: (
+        update(gpus)
+        .where(
+            gpus.c.gpu_uuid == uuid[0],
+            gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,
+            gpus.c.health == Health.OK,
+            _FRESH,
+            gpus.c.quarantined_at.is_(None),
+            gpus.c.gate_closed_at.is_(None),
+            or_(_RESERVED.is_(None), gpus.c.reserved_for == bindparam("key")),
+        )
+        .values(leased_mb=gpus.c.leased_mb + bindparam("need"), reserved_for=None, reserved_until=None)
     )
-    .values(leased_mb=gpus.c.leased_mb + bindparam("need"), reserved_for=None, reserved_until=None)
 )
-_GIVE = (
-    update(gpus)
-    .where(gpus.c.gpu_uuid == bindparam("uuid"))
-    # Never below zero, whoever edited the account: a lease that cannot end would hold up all others.
-    .values(leased_mb=case((gpus.c.leased_mb < bindparam("amount"), 0), else_=gpus.c.leased_mb - bindparam("amount")))
+_GIVE = Hot(
+    lambda uuid: (
+        update(gpus)
+        .where(gpus.c.gpu_uuid == uuid[0])
+        # Never below zero, whoever edited the account: a lease that cannot end would hold up all others.
+        .values(
+            leased_mb=case((gpus.c.leased_mb < bindparam("amount"), 0), else_=gpus.c.leased_mb - bindparam("amount"))
+        )
+    )
 )
 
 
 def views(conn: Connection, stale_s: float, node_id: str | None = None) -> list[GpuView]:
+    return views_and_time(conn, stale_s, node_id)[0]
+
+
+def views_and_time(conn: Connection, stale_s: float, node_id: str | None) -> tuple[list[GpuView], datetime | None]:
+    """The GPUs, and what time the database has; None when there are no GPUs."""
     statement = _VIEWS if node_id is None else _VIEWS.where(gpus.c.node_id == bindparam("node"))
-    rows = conn.execute(statement, {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s})
-    return [GpuView(**row._asdict()) for row in rows]
+    given = {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s}
+    rows = conn.execute(statement, given).all()
+    return [GpuView(*row[:-1]) for row in rows], rows[0].now if rows else None
 
 
 def take(conn: Connection, uuid: str, need_mb: int, stale_s: float, key: str = "") -> bool:
     """Take memory of one GPU if it is there to be taken. A reservation by `key` is used up by this."""
-    return conn.execute(_TAKE, {"uuid": uuid, "need": need_mb, "stale_s": stale_s, "key": key}).rowcount == 1
+    return _TAKE.run(conn, [uuid], need=need_mb, stale_s=stale_s, key=key).rowcount == 1
 
 
 def give(conn: Connection, amounts: Mapping[str, int]) -> None:
     """Return memory. Sorted, as all who lock several rows here do."""
     for uuid in sorted(amounts):
-        conn.execute(_GIVE, {"uuid": uuid, "amount": amounts[uuid]})
+        _GIVE.run(conn, [uuid], amount=amounts[uuid])
 
 
 def reserve(conn: Connection, uuids: Collection[str], key: str, seconds: float) -> bool:

@@ -36,8 +36,7 @@ def grant(
     conn: Connection, requests: Sequence[LeaseRequest], terms: Terms, node_id: str | None = None
 ) -> list[Granted | Denied]:
     """Answer each request, in order. `node_id` limits all of them to the GPUs of one node."""
-    placed = _place_all(conn, requests, terms, node_id)
-    now: datetime = conn.execute(_NOW).scalar_one()
+    placed, now = _place_all(conn, requests, terms, node_id)
     answers: list[Granted | Denied] = []
     for request, answer in zip(requests, placed, strict=True):
         expires = now + timedelta(seconds=request.ttl_s)
@@ -89,17 +88,24 @@ def _granted_event(lease: Granted) -> audit.Event:
 
 def _place_all(
     conn: Connection, requests: Sequence[LeaseRequest], terms: Terms, node_id: str | None
-) -> list[Placed | Denied]:
-    """Propose on a snapshot, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile."""
+) -> tuple[list[Placed | Denied], datetime]:
+    """Propose on a snapshot, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile.
+
+    Each request's answer, and the time from which leases count: that of a snapshot, which is early enough.
+    """
     asks = _asks(conn, requests, terms)
     idle = residency.IdleModels(conn, terms.resident_min_s, node_id)
     answers: dict[int, Placed | Denied] = {}
     waiting = list(range(len(asks)))
+    hosts = any(ask.cpu_milli or ask.host_memory_mb for ask in asks)
+    mix = terms.recent.mix()
+    now: datetime | None = None
     for _ in range(MAX_ROUNDS):
-        cluster = snapshot(conn, terms, node_id, hosts=any(ask.cpu_milli or ask.host_memory_mb for ask in asks))
+        views, now = gpus.views_and_time(conn, terms.stale_s, node_id)
+        cluster = Cluster(views, gpus.hosts(conn) if hosts else ())
         proposals: dict[int, Placed] = {}
         for i in waiting:
-            choice = cluster.place(asks[i], terms.policy, terms.recent.mix())
+            choice = cluster.place(asks[i], terms.policy, mix)
             if isinstance(choice, Refused):  # refusals are final for this batch
                 # Nobody leaves for a request that then runs on the CPU.
                 answers[i] = _denied(cluster, asks[i], choice, None if requests[i].cpu_fallback else idle)
@@ -111,19 +117,18 @@ def _place_all(
         if not waiting:
             break
     contended = Denied("other requests took the memory first", Reason.CONTENDED, RETRY_AFTER_S[Reason.CONTENDED])
-    return [answers.get(i, contended) for i in range(len(asks))]
+    return [answers.get(i, contended) for i in range(len(asks))], now or conn.execute(_NOW).scalar_one()
 
 
-def snapshot(conn: Connection, terms: Terms, node_id: str | None = None, *, hosts: bool = False) -> Cluster:
-    return Cluster(gpus.views(conn, terms.stale_s, node_id), gpus.hosts(conn) if hosts else ())
+def snapshot(conn: Connection, terms: Terms, node_id: str | None = None) -> Cluster:
+    return Cluster(gpus.views(conn, terms.stale_s, node_id))
 
 
 def _asks(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> list[Ask]:
     models = {request.model_id for request in requests if request.model_id and request.node_id is None}
     warm = residency.warm_nodes(conn, models) if models else {}
     asks = [request.ask(warm.get(request.model_id or "", frozenset())) for request in requests]
-    for ask in asks:
-        terms.recent.add(ask)
+    terms.recent.add(*asks)
     return asks
 
 

@@ -40,7 +40,7 @@ def insert(conn: Connection, granted: Sequence[Granted]) -> None:
     insert_rows(conn, lease_gpus, shares)
 
 
-_DEFAULTS = {"host_cpu_milli": 0, "host_memory_mb": 0}
+_DEFAULTS = {"mode": "gpu", "host_cpu_milli": 0, "host_memory_mb": 0}
 
 
 def _row(lease: Granted) -> dict[str, Any]:

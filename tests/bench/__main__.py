@@ -55,18 +55,13 @@ def _round(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures:
 
 
 def _grants(mariadb: MariaDB, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
-    """As many to a transaction as 64 callers wait for at a time, and one by one; the machine's mood hits both."""
+    """As many to a transaction as 64 callers wait for at a time, and one by one."""
     leases = Leases(mariadb.create_database("bench_leases"))
     try:
         for batch, label in BATCHES.items():
-            count = max(options.leases // (8 if batch == 1 else 1) // batch, 1) * batch
-            part = max(count // 4 // batch, 1) * batch
-            spent = {"raw": 0.0, "ours": 0.0}
-            for _ in range(count // part):
-                spent["raw"] += leases.raw(part, batch)
-                spent["ours"] += leases.ours(part, batch)
-            for who, seconds in spent.items():
-                figures[f"{who}: lease grants, {label}"].append(count // part * part / seconds)
+            count = options.leases if batch > 1 else options.leases // 8
+            for who, rate in leases.race(count, batch).items():
+                figures[f"{who}: lease grants, {label}"].append(rate)
     finally:
         leases.close()
 

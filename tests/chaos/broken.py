@@ -62,7 +62,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     "lease-guard": (
         Edit(
             "orchestrator/store/gpus.py",
-            '        gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,\n',
+            '            gpus.c.leased_mb + gpus.c.foreign_mb + bindparam("need") <= gpus.c.usable_mb,\n',
             "",
         ),
     ),

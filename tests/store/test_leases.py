@@ -137,12 +137,12 @@ def test_a_stale_sample_closes_the_gate(db):
 def test_the_update_refuses_what_the_snapshot_still_allowed(db, monkeypatch, change):
     """Between the look and the UPDATE the world changes: the guard decides, not the look."""
     hand = hire(db, gpu(total_mb=10_000))
-    look, looks = gpus.views, list[Any]()
+    look, looks = gpus.views_and_time, list[Any]()
 
     def look_once(conn, stale_s, node_id=None):
-        views = looks[0] if looks else look(conn, stale_s, node_id)
-        looks.append(views)
-        return views
+        seen = looks[0] if looks else look(conn, stale_s, node_id)
+        looks.append(seen)
+        return seen
 
     db.write(lambda conn: look_once(conn, STALE_S))
     values: Any = {
@@ -155,7 +155,7 @@ def test_the_update_refuses_what_the_snapshot_still_allowed(db, monkeypatch, cha
         "reserved": {"reserved_for": "another", "reserved_until": utc_shift(60.0)},
     }[change]
     db.write(lambda conn: conn.execute(update(schema.gpus).values(**values)))
-    monkeypatch.setattr(gpus, "views", look_once)
+    monkeypatch.setattr(gpus, "views_and_time", look_once)
     (answer,) = grant(db, request())
     assert answer == Denied("other requests took the memory first", Reason.CONTENDED, retry_after_s=0.1)
     assert len(looks) == 1 + grants.MAX_ROUNDS
@@ -166,8 +166,8 @@ def test_the_update_refuses_what_the_snapshot_still_allowed(db, monkeypatch, cha
 
 def test_one_of_two_gpus_taken_meanwhile_gives_the_other_back(db, monkeypatch):
     hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))
-    views = db.read(lambda conn: gpus.views(conn, STALE_S))
-    monkeypatch.setattr(gpus, "views", lambda *_args: views)
+    seen = db.read(lambda conn: gpus.views_and_time(conn, STALE_S, None))
+    monkeypatch.setattr(gpus, "views_and_time", lambda *_args: seen)
     taken = update(schema.gpus).where(schema.gpus.c.gpu_index == 1).values(foreign_mb=9000)
     db.write(lambda conn: conn.execute(taken))
     both, single = grant(db, request(5000, gpu_count=2), request(100))
