@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -51,6 +52,46 @@ except OSError as error:
 def becoming(program: str, command: Sequence[str]) -> list[str]:
     """The command, found at `program`, as a person starts it in a shell; it dies with us as above."""
     return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), program, *command]
+
+
+# Nobody's child, so that whoever waits for all of ours does not wait for it; it has nothing of ours but the pipe.
+_GUARD = """
+import os, signal
+if os.fork():
+    os._exit(0)
+os.setsid()
+told = b""
+while piece := os.read(0, 64):
+    told += piece
+if told.endswith(b"!"):
+    os.killpg(int(told[:-1]), signal.SIGKILL)
+"""
+
+
+class Guard:
+    """A process that kills a group when we are gone without a word: its leader dies with us, its members would not."""
+
+    def __init__(self) -> None:
+        self._parent = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._parent.wait()
+
+    def watch(self, group: int) -> None:
+        self._tell(f"{group}!")
+
+    def dismiss(self) -> None:
+        self._tell(".")
+        assert self._parent.stdin is not None
+        self._parent.stdin.close()
+
+    def _tell(self, text: str) -> None:
+        assert self._parent.stdin is not None
+        with suppress(BrokenPipeError):  # somebody killed it
+            os.write(self._parent.stdin.fileno(), text.encode())
 
 
 def adopt_orphans() -> None:

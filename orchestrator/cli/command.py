@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from orchestrator.children import adopt_orphans, becoming
+from orchestrator.children import Guard, adopt_orphans, becoming
 
 #: Signals that are passed on.
 PASSED = frozenset(
@@ -106,15 +106,18 @@ class Command:
 
     def run(self) -> int:
         """Its exit code, 128 + number after a signal. It and all it started are gone then. Raises NotGone."""
+        guard = Guard()
         adopt_orphans()
         self._terminal = Terminal()
         try:
             with signals_taken() as blocked:
                 arguments = becoming(self._program, self._command)
                 self._group = os.posix_spawn(arguments[0], arguments, os.environ, setpgroup=0, setsigmask=blocked)
+                guard.watch(self._group)
                 self._lend_terminal()
                 code = self._wait()
                 self._end_rest()
+                guard.dismiss()
                 self._terminal.pass_on(self._group, os.getpgrp())
                 return code
         finally:
@@ -203,7 +206,8 @@ class Command:
         click.echo("gpuorch run: the command left processes behind; ending them", err=True)
         if self._patient_until is None:
             self._ask_to_end()
-            _send_all(_children(), signal.SIGTERM)
+            # Once each: those of the group were asked, and a second signal would come in the middle of their end.
+            _send_all((pid for pid in _children() if not _is_in(pid, self._group)), signal.SIGTERM)
         while self._reap() and not self._killed:
             taken = self._next_signal()
             if taken is None or taken in URGENT:
@@ -235,6 +239,13 @@ def _children() -> list[int]:
         with suppress(OSError):
             found += map(int, thread.read_text().split())
     return found
+
+
+def _is_in(pid: int, group: int) -> bool:
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False
 
 
 def _send_all(pids: Iterable[int], number: int) -> None:

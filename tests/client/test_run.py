@@ -229,10 +229,12 @@ def test_a_command_that_dies_of_a_signal(start, server: Orchestrator):
 
 
 def test_a_command_dies_with_us(start, server: Orchestrator):
-    child = start("sh", "-c", "echo $$; exec sleep 600", flags=("--ttl", str(TTL_S)))
-    pid = int(line(child))
+    """However we end, and with what it started."""
+    child = start("sh", "-c", "sleep 600 & echo $$ $!; wait", flags=("--ttl", str(TTL_S)))
+    command, started = map(int, line(child).split())
+    assert alive(command) and alive(started)
     child.kill()
-    wait_until(lambda: not alive(pid), what="the command is gone")
+    wait_until(lambda: not alive(command) and not alive(started), what="both are gone")
     wait_until(lambda: server.leased_mb() == 0, timeout=TTL_S + 10, what="its memory is free")
 
 
@@ -245,10 +247,14 @@ def test_what_the_command_left_behind_is_ended_before_the_release(start, server:
     seen = tmp_path / "leases-at-its-end"
     program = (
         "import os, signal, sys, time, urllib.request\n"
+        "asked = []\n"
         "def look(*_):\n"
+        "    asked.append(1)\n"
         "    body = urllib.request.urlopen(os.environ['GPUORCH_URL'] + '/leases', timeout=10).read()\n"
         f"    open({str(seen)!r}, 'wb').write(body)\n"
-        "    sys.exit()\n"
+        "    time.sleep(0.5)\n"
+        "    assert len(asked) == 1, 'asked again in the middle of it'\n"
+        "    os._exit(0)\n"
         "signal.signal(signal.SIGTERM, look)\n"
         "print(os.getpid(), flush=True)\n"
         "time.sleep(600)\n"
@@ -260,6 +266,7 @@ def test_what_the_command_left_behind_is_ended_before_the_release(start, server:
     code, _, err = ended(child)
     assert code == 6 and "left processes behind" in err
     assert not alive(pid)
+    assert seen.exists() and "AssertionError" not in err, err
     assert b'"active"' in seen.read_bytes()
     assert server.leases() == []
 
