@@ -74,6 +74,20 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
             "        _ = (conn, [(end.lease_key",
         ),
     ),
+    # The following are for tests.chaos.leases. Memory of strangers counts as free.
+    "stranger-guard": (
+        Edit("orchestrator/store/gpus.py", '"foreign_mb": foreign_mb(gpu,', '"foreign_mb": 0 * foreign_mb(gpu,'),
+    ),
+    # Memory is given away with the release, whoever uses it still.
+    "release-guard": (
+        Edit(
+            "orchestrator/store/leases.py",
+            '        let_go(conn, [key], "released")\n',
+            '        free(conn, [key], "released")\n',
+        ),
+    ),
+    # Leases outlive their card.
+    "loss-guard": (Edit("orchestrator/store/inventory.py", "    if lost:\n", "    if not sample:\n"),),
 }
 
 

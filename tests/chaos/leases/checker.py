@@ -45,19 +45,19 @@ def closed_cards_grant_nothing(history: History) -> Iterator[Violation]:
 
 
 def leases_on_lost_cards_are_revoked(history: History) -> Iterator[Violation]:
+    """Those from before the loss with the sample that shows it; one granted meanwhile perhaps with the next."""
     for outage in history.outages:
-        if outage.fault != "lost":
+        if outage.fault != "lost" or outage.seen is None:
             continue
         if outage.revoked is None:
             yield Violation("F-39", f"{outage.uuids} were lost and kept their leases")
-            continue
         for beat in history.beats:
-            concerned = set(beat.grant.uuids) & set(outage.uuids) and beat.grant.answered < (outage.seen or 0.0)
-            if concerned and beat.sent > outage.revoked and beat.status != 410:
-                after_s = beat.sent - outage.revoked
-                yield Violation(
-                    "F-39", f"{beat.grant.name} was renewed ({beat.status}) {after_s:.2f} s after its card was lost"
-                )
+            if beat.status == 410 or not set(beat.grant.uuids) & set(outage.uuids):
+                continue
+            since = outage.seen if beat.grant.answered < outage.began else outage.revoked
+            if since is not None and beat.grant.answered < outage.seen and beat.sent > since:
+                late = f"{beat.sent - since:.2f} s after its card was known to be lost"
+                yield Violation("F-39", f"{beat.grant.name} was renewed ({beat.status}) {late}")
 
 
 def leases_that_are_renewed_live(history: History) -> Iterator[Violation]:

@@ -129,7 +129,8 @@ def broken_histories():
     yield "INV-15", lambda h: h.grants.append(DURING)
     yield "INV-15", lambda h: h.outages.append(Outage("ecc", (OTHER,), 1.0, None, None, 3.0))
     yield "F-39", lambda h: h.outages.append(lost(revoked=None))
-    yield "F-39", lambda h: h.beats.insert(1, Beat(BEFORE, 12.5, 200, True))
+    yield "F-39", lambda h: h.beats.insert(1, Beat(BEFORE, 11.5, 200, True))
+    yield "F-39", lambda h: h.beats.append(Beat(grant(1, 10.5, "meanwhile"), 12.5, 200, True))
     yield "INV-14", lambda h: h.beats.append(Beat(BEFORE, 14.0, 200, True))
     yield "INV-14", lambda h: h.beats.append(Beat(AFTER, 18.0, 404, True))
     yield "INV-17", lambda h: h.beats.append(Beat(grant(1, 5.0, "x", (OTHER,)), 18.0, 410, True))
@@ -150,7 +151,8 @@ def test_what_is_broken_is_found(invariant, breaks):
     "event",
     [
         Beat(BEFORE, 13.0, 410, False),  # it was not renewed in time
-        Beat(grant(1, 12.5, "soon"), 13.5, 410, True),  # its card was lost before anybody knew
+        Beat(grant(1, 10.5, "soon"), 13.5, 410, True),  # its card was lost before anybody knew
+        Beat(grant(1, 10.5, "soon"), 11.5, 200, True),  # the next sample revokes it
     ],
 )
 def test_leases_may_end_for_a_reason(event):
