@@ -1,6 +1,6 @@
 # `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench sim-placement chaos e2e lock clean servers
+.PHONY: help run test check bench sim-placement chaos chaos-leases e2e lock clean servers
 
 PYTHON ?= python3
 PORT ?= 8008
@@ -37,6 +37,9 @@ sim-placement: $(VENV)/.dev ## how much of a production cluster each placement p
 
 chaos: $(VENV)/.dev servers ## kill, freeze and cut a cluster under load, then check every invariant (ARGS="--minutes 60 --seed 7")
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+chaos-leases: $(VENV)/.dev servers ## 64 clients lease GPUs of a stand-in driver that fail and fill up (ARGS="--seed 7")
+	$(BIN)/python -m tests.chaos.leases $(ARGS)
 
 e2e: $(VENV)/.dev servers ## drive the installed commands as a user would
 	$(BIN)/pytest -m e2e $(ARGS)
