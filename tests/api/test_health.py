@@ -12,6 +12,7 @@ from sqlalchemy import select
 from orchestrator.api import gauges, probes
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import RedisUnavailable
+from orchestrator.gpu import Health
 from orchestrator.store import schema
 from tests.api.conftest import Running
 from tests.factories import gpu, hire
@@ -134,7 +135,8 @@ def test_every_promised_name_is_there(api: Running, monkeypatch: pytest.MonkeyPa
     names = fresh(api, monkeypatch).keys()
     assert names >= {
         *("leases_active", "leases_free", "job_queue_depth", "oldest_pending_age_seconds", "jobs_in_flight"),
-        *("gpu_mem_used_pct", "gpu_mem_leased_mb", "gpu_mem_foreign_mb", "worker_heartbeat_age_seconds"),
+        *("gpu_mem_used_pct", "gpu_mem_leased_mb", "gpu_mem_foreign_mb", "gpu_quarantined"),
+        "worker_heartbeat_age_seconds",
         *("worker_pool_workers", "dlq_depth", "leader", "leader_epoch", "duty_seconds", "duty_failures"),
         *("jobs_submitted", "lease_decisions", "build_info", "database_up", "redis_up"),
         *("reclaims", "retries"),
@@ -143,7 +145,7 @@ def test_every_promised_name_is_there(api: Running, monkeypatch: pytest.MonkeyPa
 
 
 def test_values_are_those_of_the_database(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = hire(led(api).db, gpu(0, 10_000, used_mb=2500, foreign_mb=500), gpu(1, 10_000, health="lost"))
+    first = hire(led(api).db, gpu(0, 10_000, foreign_mb=2500), gpu(1, 10_000, health=Health.LOST))
     hire(api.db, pool="gold", node="node-2").go_silent(0.5)
     ids = [api.submit() for _ in range(3)] + [api.submit(pool_id="gold")]
     api.submit(earliest_start_at="2999-01-01T00:00:00Z")
@@ -162,7 +164,7 @@ def test_values_are_those_of_the_database(api: Running, monkeypatch: pytest.Monk
     assert seen["leases_active"] == {(): 1} and seen["leases_free"] == {(): 1}
     assert seen["gpu_mem_used_pct"][("0", "node-1")] == 25
     assert seen["gpu_mem_leased_mb"] == {("0", "node-1"): 1000, ("1", "node-1"): 0}
-    assert seen["gpu_mem_foreign_mb"][("0", "node-1")] == 500
+    assert seen["gpu_mem_foreign_mb"][("0", "node-1")] == 2500
     assert seen["dlq_depth"] == {(): 1}
     [epoch] = api.db.read(lambda conn: conn.execute(select(schema.leadership.c.epoch)).scalars().all())
     assert seen["leader_epoch"] == {(): epoch}
