@@ -125,8 +125,8 @@ def test_a_host_taken_meanwhile_takes_no_gpu(db, monkeypatch):
 def test_a_gpu_taken_meanwhile_gives_the_host_back(db, monkeypatch):
     hire(db, gpu())
     set_host(db, cpu_milli=4000, memory_mb=4000)
-    views = db.read(lambda conn: gpus.views(conn, STALE_S))
-    monkeypatch.setattr(gpus, "views", lambda *_args: views)
+    seen = db.read(lambda conn: gpus.views_and_time(conn, STALE_S, None))
+    monkeypatch.setattr(gpus, "views_and_time", lambda *_args: seen)
     set_gpus(db, quarantined_at=utc_shift(0.0))
     answer = ask(db, host_cpu_milli=3000, host_memory_mb=50)
     assert answer.code is Reason.CONTENDED
