@@ -133,6 +133,23 @@ def test_a_gpu_taken_meanwhile_gives_the_host_back(db, monkeypatch):
     assert (on_hosts(db), leased(db)) == ({"node-1": (0, 0)}, {"GPU-0": 0})
 
 
+def test_what_was_never_taken_is_not_given_back(db, monkeypatch):
+    """One request got no host, and another no room on a GPU that both were to have."""
+    hire(db, gpu(0), gpu(1, total_mb=10_000, name="T4"))
+    set_host(db, cpu_milli=4000)
+    assert [share.gpu_uuid for share in ask(db, 12_000).gpus] == ["GPU-0"]
+    seen, hosts = db.read(lambda conn: gpus.views_and_time(conn, STALE_S, None)), db.read(gpus.hosts)
+    monkeypatch.setattr(gpus, "views_and_time", lambda *_args: seen)
+    monkeypatch.setattr(gpus, "hosts", lambda _conn: hosts)
+    set_host(db, leased_cpu_milli=2000)
+    mine = update(schema.gpus).where(schema.gpus.c.gpu_uuid == "GPU-1")
+    db.write(lambda conn: conn.execute(mine.values(quarantined_at=utc_shift(0.0))))
+    wishes = request(500, gpu_count=2, host_cpu_milli=3000), request(100, gpu_models=frozenset({"T4"}))
+    both, single = grant(db, *wishes)
+    assert (both.code, single.code) == (Reason.CONTENDED, Reason.CONTENDED)
+    assert (on_hosts(db), leased(db)) == ({"node-1": (2000, 0)}, {"GPU-0": 12_000, "GPU-1": 0})
+
+
 # --- which GPUs ---
 
 

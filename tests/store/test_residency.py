@@ -16,7 +16,7 @@ from orchestrator.store.claim import NO_BLANK_SLOT, Claim, NotClaimed
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.residency import Model
 from orchestrator.store.settle import Left, Release, end_leases
-from tests.factories import STALE_S, done, failed, gpu, hire, history, now, row, rows, status, submit
+from tests.factories import STALE_S, done, failed, gpu, hire, history, now, row, rows, set_job, status, submit
 from tests.waiting import wait_until
 
 TERMS = Terms(STALE_S, Policy.BEST_FIT, resident_min_s=30.0)
@@ -380,6 +380,7 @@ def test_a_job_that_finds_no_room_makes_some(db):
     hand = hire(db, gpu(total_mb=20_000))
     slot = settle_in(hand, memory_mb=15_000)
     job_id = job(db, 10_000, "other")
+    set_job(db, job_id, created_at=utc_shift(-50.0))  # without room to be made it would wait for five seconds
     answer = offer(hand, job_id)
     assert isinstance(answer, NotClaimed) and answer.evicting
     assert evicted(db) == [slot.key]
