@@ -1,39 +1,50 @@
-"""`python -m tests`: all tests, in two halves side by side. What it is told besides goes to pytest, as one run.
+"""`python -m tests`: all tests, in three parts side by side. What it is told besides goes to pytest, as one run.
 
-One half computes, the other mostly waits for whole processes that are killed, frozen and replaced; each starts
-servers of its own. The second half's output is kept until the first is done, so that both can be read.
+One part computes, the others mostly wait for whole processes that are killed, frozen and replaced; each starts servers
+of its own. Their output is kept until the first is done, so that all can be read.
 """
 
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-#: Folders whose tests run whole systems. All others, also those to come, are the first half.
-SYSTEMS = ("chaos", "client", "e2e", "worker")
+#: Folders whose tests run whole systems, by part. All others, also those to come, are the first part.
+SYSTEMS = (("worker",), ("chaos", "client", "e2e"))
+_PYTEST = (sys.executable, "-m", "pytest")
 
 
 def main() -> int:
     if sys.argv[1:]:
         return subprocess.call([*_PYTEST, *sys.argv[1:]])
-    places = sorted({ROOT / path.relative_to(ROOT).parts[0] for path in ROOT.rglob("test_*.py")})
-    systems = [path for path in places if path.name in SYSTEMS]
-    with tempfile.TemporaryFile() as kept:
-        second = subprocess.Popen([*_PYTEST, *map(str, systems)], stdout=kept, stderr=subprocess.STDOUT)
-        try:
-            first = subprocess.call([*_PYTEST, *(str(path) for path in places if path not in systems)])
-            print(f"now those of {', '.join(SYSTEMS)}, which ran beside …", flush=True)
-            last = second.wait()
-        finally:
-            second.kill()
-        kept.seek(0)
-        sys.stdout.buffer.write(kept.read())
+    beside = [name for part in SYSTEMS for name in part]
+    places = {path.relative_to(ROOT).parts[0] for path in ROOT.rglob("test_*.py")}
+    with ExitStack() as stack:
+        parts = [Part(names, stack) for names in SYSTEMS]
+        codes = [subprocess.call([*_PYTEST, *(str(ROOT / name) for name in sorted(places - {*beside}))])]
+        codes += [part.finish() for part in parts]
+    return max(codes)
+
+
+class Part:
+    def __init__(self, names: tuple[str, ...], stack: ExitStack) -> None:
+        self._names = names
+        self._output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
+        command = [*_PYTEST, *(str(ROOT / name) for name in names)]
+        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        stack.callback(self._process.kill)
+
+    def finish(self) -> int:
+        """Wait for its end and show what it said."""
+        print(f"tests of {', '.join(self._names)}, which ran beside …", flush=True)
+        code = self._process.wait()
+        self._output.seek(0)
+        sys.stdout.buffer.write(self._output.read())
         sys.stdout.flush()
-    return first or last
+        return code
 
-
-_PYTEST = (sys.executable, "-m", "pytest")
 
 if __name__ == "__main__":
     sys.exit(main())
