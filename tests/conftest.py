@@ -5,6 +5,7 @@ skips its tests on a laptop and fails them when CI is set: there, a skip would p
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,10 +26,18 @@ from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey
 S = TypeVar("S", bound=Server)
 
 
+def _hear_signals() -> None:
+    """However we were started (nohup, in the background of a script): what tests start can be sent any signal."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
 def pytest_configure() -> None:
     # Before any test module is imported: what a developer has exported must not decide what the tests see.
     for name in [name for name in os.environ if name.startswith("ORCH_")]:
         del os.environ[name]
+    _hear_signals()
 
 
 # --- servers ---
