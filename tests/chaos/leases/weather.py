@@ -100,6 +100,8 @@ class Faults:
         time.sleep(self._rng.uniform(0.2, 2.0))
         outage.mended = time.monotonic()
         self._mend(name, uuids[0])
+        # What the database still says of this fault must not pass for the next one, noticed at once.
+        _within(NOTICED_S, lambda: self._health(uuids) == {"ok"})
 
     def _break(self, name: str, uuid: str) -> None:
         driver = self._node.driver
