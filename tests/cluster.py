@@ -40,7 +40,7 @@ class Member:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "orchestrator.cli", command],
+                [*prefix, sys.executable, "-m", "orchestrator", command],
                 env=inherited | settings.environment() | {"PYTHONPATH": path, **environment},
                 cwd=cwd,
                 stdout=output,

@@ -6,15 +6,15 @@ Exit codes: 0 ok · 1 refused or failed · 2 wrong usage · 3 a server cannot be
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 
 import click
 
 from orchestrator import __version__
+from orchestrator.__main__ import INTERRUPTED
 from orchestrator.errors import OrchestratorError, Unavailable
 
-REFUSED, UNREACHABLE, INTERRUPTED = 1, 3, 130
+REFUSED, UNREACHABLE = 1, 3
 
 #: Command, and the module that has it under the same name with underscores; the order is that of the help.
 COMMANDS = {
@@ -71,7 +71,3 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"gpuorch: {error}", err=True)
         return UNREACHABLE if isinstance(error, Unavailable) else REFUSED
     return code if isinstance(code, int) else 0
-
-
-def main() -> None:
-    sys.exit(run())

@@ -62,7 +62,7 @@ class WorkerChild:
             if self._stopping.is_set():
                 return None
             self._process = subprocess.Popen(
-                dying_with_parent([sys.executable, "-m", "orchestrator.cli", "worker"]),
+                dying_with_parent([sys.executable, "-m", "orchestrator", "worker"]),
                 env=_environment(self._settings),
                 stdin=subprocess.DEVNULL,
                 # A Ctrl-C is for us: the worker is told when the API has stopped taking jobs.

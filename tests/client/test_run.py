@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
 TTL_S = 3.0
-GPUORCH = [sys.executable, "-m", "orchestrator.cli"]
+GPUORCH = [sys.executable, "-m", "orchestrator"]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class Dev:
         self.log = directory / f"dev-{os.urandom(4).hex()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.cli", "dev", "--port", str(port), *more],
+                [sys.executable, "-m", "orchestrator", "dev", "--port", str(port), *more],
                 cwd=directory,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,
@@ -153,14 +153,22 @@ def test_killing_it_takes_its_children_along_and_loses_nothing(start):
     assert again.run("after")["status"] == "done"
 
 
-@pytest.mark.parametrize("after_s", [0.5, 1.5, 3.0])
+def catches_sigterm(pid: int) -> bool:
+    """The kernel's word that the command itself has begun, not only the interpreter."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) & 1 << signal.SIGTERM - 1)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5])
 def test_ctrl_c_while_it_starts_is_quiet_too(start, after_s):
     dev = start()
-    # No fact to wait for: any moment of the start is meant.
+    wait_until(lambda: catches_sigterm(dev.process.pid), timeout=PATIENCE_S, what="the command begins")
+    # From here on there is no fact to wait for: any moment of the start is meant.
     with pytest.raises(subprocess.TimeoutExpired):
         dev.process.wait(after_s)
     children = descendants(dev.process.pid)
-    assert dev.interrupt() in {0, 130}, dev.output
+    # Python 3.11 ends by the signal, 130 to a shell as well, if it came inside an exec() of text (dataclasses use it).
+    assert dev.interrupt() in {0, 130, -signal.SIGINT}, dev.output
     wait_until(lambda: not alive(children), what="no child is left")
     assert "Traceback" not in dev.output
 
@@ -199,7 +207,7 @@ def test_a_taken_port_is_named(running):
 
 def test_a_worker_that_dies_is_started_again(running):
     running.run("first")
-    (worker,) = (pid for pid, line in alive(descendants(running.process.pid)).items() if "cli worker" in line)
+    (worker,) = (pid for pid, line in alive(descendants(running.process.pid)).items() if "orchestrator worker" in line)
     os.kill(worker, signal.SIGKILL)
     assert running.run("second")["status"] == "done"
     assert "the worker ended; starting it again" in running.output
@@ -207,12 +215,12 @@ def test_a_worker_that_dies_is_started_again(running):
 
 def gpuorch(url: str, *arguments: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GPUORCH_URL": url}
-    command = [sys.executable, "-m", "orchestrator.cli", *arguments]
+    command = [sys.executable, "-m", "orchestrator", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_a_command_of_our_own_under_a_lease(running):
-    look = f"{sys.executable} -m orchestrator.cli gpus; echo seen=$CUDA_VISIBLE_DEVICES; exit 5"
+    look = f"{sys.executable} -m orchestrator gpus; echo seen=$CUDA_VISIBLE_DEVICES; exit 5"
     shown = gpuorch(running.url, "run", "--min-memory-mb", "8000", "--", "sh", "-c", look)
     assert shown.returncode == 5, shown
     assert re.search(r"seen=SIM-\S+-\d", shown.stdout) and "8000 leased" in shown.stdout, shown.stdout

@@ -36,13 +36,22 @@ def elsewhere(tmp_path, monkeypatch):
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", *arguments],
+        [sys.executable, "-m", "orchestrator", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+
+
+# --- Ctrl-C ---
+
+
+def test_ctrl_c_while_its_libraries_are_imported_is_quiet(tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    ended = command("dev", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 # --- usage ---

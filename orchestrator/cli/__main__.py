@@ -1,5 +1,0 @@
-"""`python -m orchestrator.cli` is `gpuorch`."""
-
-from orchestrator.cli import main
-
-main()
