@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
-from orchestrator.placement import Ask, GpuView, Policy, Reason, RecentAsks
+from orchestrator.placement import Ask, GpuView, LastLook, Policy, Reason, RecentAsks
 from orchestrator.settings import Settings
 
 #: Seconds after which a denied request is worth trying again, by the reason; a second for all others.
@@ -85,14 +85,12 @@ class LeaseRequest:
         )
 
 
-@dataclass(frozen=True)
-class GpuShare:
+class GpuShare(NamedTuple):
     gpu_uuid: str
     gpu_index: int
 
 
-@dataclass(frozen=True)
-class Granted:
+class Granted(NamedTuple):
     request: LeaseRequest
     mode: str
     node_id: str | None
@@ -149,6 +147,7 @@ class Terms:
     resident_min_s: float = 30.0
     starvation_s: float = 60.0
     recent: RecentAsks = field(default_factory=RecentAsks, compare=False, repr=False)
+    last_look: LastLook = field(default_factory=LastLook, compare=False, repr=False)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

@@ -1,13 +1,14 @@
 """Which GPU gets a request: pure decisions over a snapshot, with a reason for every refusal.
 
 `views` is what placement sees and asks, and why a GPU says no. `node` is what one machine has left. `cluster` chooses.
-`policies` compare the nodes that fit. `mix` remembers what is usually asked. `room` says what to reserve or unload
-when nothing fits.
+`policies` compare the nodes that fit. `mix` remembers what is usually asked, `look` what the cluster was like a moment
+ago. `room` says what to reserve or unload when nothing fits.
 
 A decision is a proposal; the guarded UPDATE in `store.gpus` is what grants.
 """
 
 from orchestrator.placement.cluster import Cluster, Evidence, Placed, Refused
+from orchestrator.placement.look import LastLook, Look
 from orchestrator.placement.mix import Mix, RecentAsks, Shape
 from orchestrator.placement.policies import Policy
 from orchestrator.placement.room import Resident, evictions, reservation
@@ -19,6 +20,8 @@ __all__ = [
     "Evidence",
     "GpuView",
     "HostView",
+    "LastLook",
+    "Look",
     "Mix",
     "Placed",
     "Policy",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 
 from orchestrator.placement.mix import Mix
 from orchestrator.placement.node import Node, dominant
-from orchestrator.placement.policies import Policy, Scale, pick, score
+from orchestrator.placement.policies import Choice, Policy, Scale, choose
 from orchestrator.placement.views import Ask, GpuView, HostView, Reason
 
 #: GPUs a refusal names in its text, and as evidence: enough to understand it, whatever the size of the cluster.
@@ -91,19 +91,18 @@ class Cluster:
         if warm and (placed := self._best_of(warm, ask, policy, mix)):
             return placed
         ranking = self._ranking(ask, policy, mix)
-        best = ranking.best()
-        return _placed(best, ask, policy, mix) if best else self._refuse(ask, ranking)
+        return ranking.best() or self._refuse(ask, ranking)
 
     def take(self, ask: Ask, placed: Placed) -> None:
         """Later asks see that `placed` is given away."""
         position = self._position[placed.node_id]
-        self._nodes[position].take(ask, {gpu.gpu_uuid for gpu in placed.gpus})
+        self._nodes[position].take(ask, placed.gpus)
         self._changed.append(position)
 
     def _best_of(self, nodes: Sequence[Node], ask: Ask, policy: Policy, mix: Mix) -> Placed | None:
-        scores = ((score(node, ask, policy, mix, self._scale), position) for position, node in enumerate(nodes))
-        best = min(((found, position) for found, position in scores if found is not None), default=None)
-        return _placed(nodes[best[1]], ask, policy, mix) if best else None
+        choices = [(choose(node, ask, policy, mix, self._scale), node) for node in nodes]
+        fitting = [(choice, node) for choice, node in choices if choice is not None]
+        return _placed(*min(fitting, key=lambda found: found[0].score)) if fitting else None
 
     def _ranking(self, ask: Ask, policy: Policy, mix: Mix) -> _Ranking:
         if policy is Policy.FRAGMENTATION and mix is not self._mix:
@@ -119,7 +118,7 @@ class Cluster:
     def _shape(self, ask: Ask) -> Ask:
         """The ask without what makes no difference: who asks (unless something is reserved for it), what is warm."""
         key = ask.key if ask.key in self._reserved_for else ""
-        return replace(ask, key=key, warm_nodes=frozenset()) if ask.key != key or ask.warm_nodes else ask
+        return ask._replace(key=key, warm_nodes=frozenset()) if ask.key != key or ask.warm_nodes else ask
 
     def _refuse(self, ask: Ask, ranking: _Ranking | None) -> Refused:
         nodes = self.nodes(ask.node_id)
@@ -140,7 +139,8 @@ class _Ranking:
         # Score, position, version of the node. Entries of nodes that have changed since stay until they are on top:
         # finding them would cost more.
         self._heap: list[tuple[float, int, int]] = []
-        #: Why each node does not fit; None where it does.
+        #: What was chosen on each node; None where it does not fit, and why not.
+        self._choices: list[Choice | None] = [None] * len(nodes)
         self.reasons: list[Reason | None] = [None] * len(nodes)
         self._seen: int | None = None
 
@@ -151,31 +151,32 @@ class _Ranking:
         else:
             for position in set(changed[self._seen :]):
                 node = self._nodes[position]
-                self._note(position, node, score(node, self._ask, self._policy, self._mix, self._scale))
+                self._note(position, node, choose(node, self._ask, self._policy, self._mix, self._scale))
         self._seen = len(changed)
 
     def _look_at_all(self) -> None:
         """Nodes that look the same get the same answer: a cluster of a thousand has a few dozen different ones."""
-        known: dict[object, float | None] = {}
+        known: dict[object, Choice | None] = {}
         for position, node in enumerate(self._nodes):
             looks = node.looks()
             if looks not in known:
-                known[looks] = score(node, self._ask, self._policy, self._mix, self._scale)
+                known[looks] = choose(node, self._ask, self._policy, self._mix, self._scale)
             self._note(position, node, known[looks])
 
-    def _note(self, position: int, node: Node, found: float | None) -> None:
-        if found is None:
+    def _note(self, position: int, node: Node, choice: Choice | None) -> None:
+        self._choices[position] = choice
+        if choice is None:
             self.reasons[position] = node.why_not(self._ask)
         else:
             self.reasons[position] = None
-            heappush(self._heap, (found, position, node.version))
+            heappush(self._heap, (choice.score, position, node.version))
 
-    def best(self) -> Node | None:
+    def best(self) -> Placed | None:
         while self._heap:
             _, position, version = self._heap[0]
-            node = self._nodes[position]
-            if node.version == version:
-                return node
+            node, choice = self._nodes[position], self._choices[position]
+            if choice is not None and node.version == version:
+                return _placed(choice, node)
             heappop(self._heap)
         return None
 
@@ -188,8 +189,8 @@ def _scale_of(nodes: Sequence[Node]) -> Scale:
     )
 
 
-def _placed(node: Node, ask: Ask, policy: Policy, mix: Mix) -> Placed:
-    return Placed(node.node_id, tuple(node.gpus[room.position] for room in pick(node, ask, policy, mix)))
+def _placed(choice: Choice, node: Node) -> Placed:
+    return Placed(node.node_id, tuple([node.gpus[room.position] for room in choice.rooms]))
 
 
 def _evidence(nodes: Sequence[Node], ask: Ask) -> Iterator[Evidence]:

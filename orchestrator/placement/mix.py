@@ -10,8 +10,8 @@ import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from orchestrator.placement.views import Ask
 
@@ -26,8 +26,7 @@ MOST_HOSTS = 5000
 DRIFT = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """The part of a request that repeats: its size, not who asks nor where."""
 
     memory_mb: int
@@ -58,12 +57,18 @@ class Takers:
         self._served = [0.0]
         for need in self._needs:
             self._served.append(self._served[-1] + singles[need])
-        self._gangs = tuple((memory_mb, count, share) for (memory_mb, count), share in gangs.items())
+        #: Those who ask for several GPUs at once: memory on each, how many, share.
+        self.gangs = tuple((memory_mb, count, share) for (memory_mb, count), share in gangs.items())
         self._answers = answers
 
     def worth(self, free_mb: int) -> float:
         """Of so much free memory on one GPU, the part that is usable, in the mean over those who ask for one GPU."""
         return free_mb * self._served[bisect_right(self._needs, free_mb)]
+
+    def loss(self, free_mb: int, need_mb: int) -> float:
+        """What is lost of that when so much is taken."""
+        served, needs, left_mb = self._served, self._needs, free_mb - need_mb
+        return free_mb * served[bisect_right(needs, free_mb)] - left_mb * served[bisect_right(needs, left_mb)]
 
     def worth_of(self, frees: tuple[int, ...]) -> float:
         """The same for the GPUs of a node, and for those too who ask for several of them at once."""
@@ -77,7 +82,7 @@ class Takers:
     def _worth_to_gangs(self, frees: Sequence[int]) -> float:
         """Nothing, unless there are enough of them."""
         total = 0.0
-        for memory_mb, count, share in self._gangs:
+        for memory_mb, count, share in self.gangs:
             large = [free for free in frees if free >= memory_mb]
             if len(large) >= count:
                 total += share * sum(large)

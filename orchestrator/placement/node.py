@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.placement.mix import Mix
 from orchestrator.placement.views import Ask, GpuView, HostView, Reason, host_refusal, refusal
 
 
@@ -36,7 +35,6 @@ class Node:
         "rooms",
         "total_mb",
         "version",
-        "worth",
     )
 
     def __init__(self, node_id: str, gpus: Iterable[GpuView], host: HostView) -> None:
@@ -48,10 +46,6 @@ class Node:
         #: Nothing but a lack of memory can keep a request from its GPUs.
         self.plain = all(gpu.in_service and gpu.reserved_for is None for gpu in self.gpus)
         self.version = 0
-        self._look()
-
-    def _look(self) -> None:
-        """Derive what scores need again and again."""
         self.rooms = sorted(
             [
                 Room(free_mb, position, gpu.name, gpu.reserved_for)
@@ -59,13 +53,15 @@ class Node:
                 if gpu.in_service and (free_mb := gpu.free_mb) >= 0
             ]
         )
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Derive what scores need again and again."""
         #: What anybody may use.
         self.frees = tuple(room.free_mb for room in self.rooms if room.reserved_for is None)
         self.total_mb = sum(self.frees)
         self.cpu_milli: float = inf if self.host.cpu_milli_free is None else self.host.cpu_milli_free
         self.memory_mb: float = inf if self.host.memory_mb_free is None else self.host.memory_mb_free
-        #: What `policies` last found it worth, and to which mix.
-        self.worth: tuple[Mix, float] | None = None
 
     def fits(self, ask: Ask) -> bool:
         """Whether the host and enough GPUs can take the ask."""
@@ -89,8 +85,12 @@ class Node:
             and (not models or room.name in models)
         ]
 
-    def take(self, ask: Ask, gpu_uuids: set[str]) -> None:
-        self.gpus = [gpu.with_lease(ask.memory_mb) if gpu.gpu_uuid in gpu_uuids else gpu for gpu in self.gpus]
+    def take(self, ask: Ask, given: Iterable[GpuView]) -> None:
+        uuids = {gpu.gpu_uuid for gpu in given}
+        for room in [room for room in self.rooms if self.gpus[room.position].gpu_uuid in uuids]:
+            self.gpus[room.position] = self.gpus[room.position].with_lease(ask.memory_mb)
+            self.rooms.remove(room)
+            insort(self.rooms, room._replace(free_mb=room.free_mb - ask.memory_mb))
         if ask.cpu_milli or ask.host_memory_mb:
             cpu_milli, memory_mb = self.host.cpu_milli_free, self.host.memory_mb_free
             self.host = HostView(
@@ -99,7 +99,7 @@ class Node:
                 None if memory_mb is None else memory_mb - ask.host_memory_mb,
             )
         self.version += 1
-        self._look()
+        self._sum_up()
 
     def looks(self) -> object:
         """Equal for nodes that any policy must treat the same."""

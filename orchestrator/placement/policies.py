@@ -19,9 +19,11 @@ is best fit.
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
 from orchestrator.placement.mix import Mix, Takers
 from orchestrator.placement.node import Node, Room
@@ -46,26 +48,29 @@ class Scale:
     cpu_milli: int
 
 
-def score(node: Node, ask: Ask, policy: Policy, mix: Mix, scale: Scale) -> float | None:
-    """How good it would be to place the ask on this node; None when it does not fit."""
+class Choice(NamedTuple):
+    """Of one node: the GPUs that would take the ask, and how good that would be."""
+
+    score: float
+    rooms: list[Room]
+
+
+def choose(node: Node, ask: Ask, policy: Policy, mix: Mix, scale: Scale) -> Choice | None:
+    """The best GPUs of this node for the ask; None when it does not fit."""
     if not node.fits(ask):
         return None
-    left = _left(node, ask, scale)
+    fitting, left = node.fitting(ask), _left(node, ask, scale)
     if policy is Policy.SPREAD:
-        return -left
+        return Choice(-left, sorted(fitting, key=lambda room: -room.free_mb)[: ask.gpu_count])
     if policy is Policy.BEST_FIT or not mix:
-        return left
-    return _loss(node, ask, mix) + NUDGE * scale.gpu_mb * left
-
-
-def pick(node: Node, ask: Ask, policy: Policy, mix: Mix) -> list[Room]:
-    """The GPUs of a node that fits, by the same measure. Sorting keeps the fullest first where that is equal."""
-    fitting = node.fitting(ask)
-    if policy is Policy.SPREAD:
-        fitting.sort(key=lambda room: -room.free_mb)
-    elif policy is Policy.FRAGMENTATION and mix:
-        return _cheapest(fitting, ask, _takers_after(node, ask, mix))
-    return fitting[: ask.gpu_count]
+        return Choice(left, fitting[: ask.gpu_count])
+    takers = mix.takers(node.model, node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+    losses = sorted([(_loss_of(room, ask, takers), room) for room in fitting])[: ask.gpu_count]
+    rooms = [room for _, room in losses]
+    # Those whom the host can serve are the same after as before, and take one GPU each: nothing else loses anything.
+    alone = not takers.gangs and takers is mix.takers(node.model, node.cpu_milli, node.memory_mb)
+    next_mb = sum([loss for loss, _ in losses]) if alone else _next_mb_lost(node, ask, rooms, takers, mix)
+    return Choice(next_mb + _lasting_mb_lost(node, ask, rooms, mix) + NUDGE * scale.gpu_mb * left, rooms)
 
 
 def _left(node: Node, ask: Ask, scale: Scale) -> float:
@@ -76,41 +81,25 @@ def _left(node: Node, ask: Ask, scale: Scale) -> float:
     return (memory + (node.cpu_milli - ask.cpu_milli) / scale.cpu_milli) / 2
 
 
-def _takers_after(node: Node, ask: Ask, mix: Mix) -> Takers:
-    """Those whom the host could serve when it had served the ask."""
-    return mix.takers(node.model, node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+def _loss_of(room: Room, ask: Ask, takers: Takers) -> float:
+    """What one GPU would lose. What is reserved is worth nothing to the mix, before as after."""
+    return takers.loss(room.free_mb, ask.memory_mb) if room.reserved_for is None else 0.0
 
 
-def _cheapest(fitting: list[Room], ask: Ask, takers: Takers) -> list[Room]:
-    """Those that lose least, each for itself. What is reserved is worth nothing to the mix, before as after."""
-    worth, need = takers.worth, ask.memory_mb
-    losses = {free: worth(free) - worth(free - need) for free in {room.free_mb for room in fitting}}
-
-    def loss(room: Room) -> float:
-        return losses[room.free_mb] if room.reserved_for is None else 0.0
-
-    return [min(fitting, key=loss)] if ask.gpu_count == 1 else sorted(fitting, key=loss)[: ask.gpu_count]
-
-
-def _loss(node: Node, ask: Ask, mix: Mix) -> float:
-    """What the whole node would lose."""
-    takers, frees = _takers_after(node, ask, mix), list(node.frees)
-    for room in _cheapest(node.fitting(ask), ask, takers):
+def _next_mb_lost(node: Node, ask: Ask, rooms: list[Room], takers: Takers, mix: Mix) -> float:
+    """What the mix could use next of the whole node, and no more when these GPUs are given and `takers` remain."""
+    frees = list(node.frees)
+    for room in rooms:
         if room.reserved_for is None:
             frees.remove(room.free_mb)
-            frees.append(room.free_mb - ask.memory_mb)
-    frees.sort()
+            insort(frees, room.free_mb - ask.memory_mb)
+    before = mix.takers(node.model, node.cpu_milli, node.memory_mb)
+    return before.worth_of(node.frees) - takers.worth_of(tuple(frees))
+
+
+def _lasting_mb_lost(node: Node, ask: Ask, rooms: list[Room], mix: Mix) -> float:
+    """What the host could serve in the long run, and no more."""
+    given_mb = ask.memory_mb * sum([room.reserved_for is None for room in rooms])
     servable_mb = mix.servable_mb(node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
-    return _worth_of(node, mix) - _worth(tuple(frees), takers, servable_mb)
-
-
-def _worth_of(node: Node, mix: Mix) -> float:
-    if node.worth is None or node.worth[0] is not mix:
-        takers = mix.takers(node.model, node.cpu_milli, node.memory_mb)
-        node.worth = mix, _worth(node.frees, takers, mix.servable_mb(node.cpu_milli, node.memory_mb))
-    return node.worth[1]
-
-
-def _worth(frees: tuple[int, ...], takers: Takers, servable_mb: float) -> float:
-    """What the mix could use next, and what the host could serve in the long run (see above)."""
-    return takers.worth_of(frees) + min(sum(frees), servable_mb)
+    before_mb = min(node.total_mb, mix.servable_mb(node.cpu_milli, node.memory_mb))
+    return before_mb - min(node.total_mb - given_mb, servable_mb)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 from orchestrator.placement.cluster import Cluster, Placed
@@ -45,7 +45,7 @@ def reservation(cluster: Cluster, ask: Ask) -> tuple[GpuView, ...] | None:
 
 def _could_hold(gpu: GpuView, ask: Ask) -> bool:
     """Whether only leases stand between the GPU and its part of the request. A closed gate opens again."""
-    return refusal(replace(gpu, leased_mb=0, gated=False), ask) is None
+    return refusal(gpu._replace(leased_mb=0, gated=False), ask) is None
 
 
 def _lack(gpu: GpuView, ask: Ask) -> tuple[bool, int, int]:
@@ -113,4 +113,4 @@ def _fits_without(node: Node, ask: Ask, gone: Iterable[Resident]) -> bool:
 
 def _after(gpu: GpuView, freed_mb: int) -> GpuView:
     """A closed gate opens when models leave. If they stayed because of it, it would never open."""
-    return replace(gpu, leased_mb=max(gpu.leased_mb - freed_mb, 0), gated=gpu.gated and not freed_mb)
+    return gpu._replace(leased_mb=max(gpu.leased_mb - freed_mb, 0), gated=gpu.gated and not freed_mb)

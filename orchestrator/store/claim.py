@@ -348,7 +348,7 @@ def _reserved(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
     ask = request.ask()
     before = {uuid for uuid, key in gpus.reservations(conn).items() if key == ask.key}
     if before:
-        kept = reservation(_for_reservation(conn, by, None, before), replace(ask, node_id=None))
+        kept = reservation(_for_reservation(conn, by, None, before), ask._replace(node_id=None))
         if kept and nodes.serves(conn, kept[0].node_id, by.pool_id):
             return gpus.reserve(conn, [view.gpu_uuid for view in kept], ask.key, RESERVED_S)
         gpus.unreserve(conn, before, ask.key)
@@ -368,7 +368,7 @@ def _for_reservation(
 def _unmovable(view: GpuView, pinned: Mapping[str, int]) -> GpuView:
     """What pinned models lease does not go away, like what foreign processes hold."""
     held = pinned.get(view.gpu_uuid, 0)
-    return replace(view, leased_mb=max(view.leased_mb - held, 0), foreign_mb=view.foreign_mb + held)
+    return view._replace(leased_mb=max(view.leased_mb - held, 0), foreign_mb=view.foreign_mb + held)
 
 
 def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:

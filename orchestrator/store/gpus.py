@@ -29,7 +29,7 @@ _FRESH = gpus.c.sampled_at > utc_shift(-bindparam("stale_s"))
 _RESERVED: ColumnElement[Any] = case((gpus.c.reserved_until > utc_now(), gpus.c.reserved_for), else_=None)
 
 #: The columns of a GpuView, in its order, and the time.
-_VIEWS = select(
+_VIEW = select(
     gpus.c.gpu_uuid,
     gpus.c.node_id,
     gpus.c.gpu_index,
@@ -44,6 +44,7 @@ _VIEWS = select(
     _RESERVED.label("reserved_for"),
     utc_now().label("now"),
 ).order_by(gpus.c.gpu_uuid)
+_VIEWS = Hot(lambda node_ids: _VIEW.where(gpus.c.node_id.in_(node_ids)) if node_ids else _VIEW)
 
 _TAKE = Hot(
     lambda uuid: (
@@ -78,10 +79,8 @@ def views(conn: Connection, stale_s: float, node_id: str | None = None) -> list[
 
 def views_and_time(conn: Connection, stale_s: float, node_id: str | None) -> tuple[list[GpuView], datetime | None]:
     """The GPUs, and what time the database has; None when there are no GPUs."""
-    statement = _VIEWS if node_id is None else _VIEWS.where(gpus.c.node_id == bindparam("node"))
-    given = {"stale_s": stale_s, "node": node_id} if node_id else {"stale_s": stale_s}
-    rows = conn.execute(statement, given).all()
-    return [GpuView(*row[:-1]) for row in rows], rows[0].now if rows else None
+    rows = list(_VIEWS.rows(conn, [node_id] if node_id else [], stale_s=stale_s))
+    return [GpuView(*row[:-1]) for row in rows], rows[0][-1] if rows else None
 
 
 def take(conn: Connection, uuid: str, need_mb: int, stale_s: float, key: str = "") -> bool:

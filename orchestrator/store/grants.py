@@ -19,7 +19,7 @@ from orchestrator.leases import (
     lease_name,
     new_token,
 )
-from orchestrator.placement import Ask, Cluster, Placed, Reason, Refused
+from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refused
 from orchestrator.store import audit, gpus, leases, residency
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now
@@ -89,9 +89,9 @@ def _granted_event(lease: Granted) -> audit.Event:
 def _place_all(
     conn: Connection, requests: Sequence[LeaseRequest], terms: Terms, node_id: str | None
 ) -> tuple[list[Placed | Denied], datetime]:
-    """Propose on a snapshot, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile.
+    """Propose on the last look, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile.
 
-    Each request's answer, and the time from which leases count: that of a snapshot, which is early enough.
+    Each request's answer, and the time from which leases count: that of a look, which is early enough.
     """
     asks = _asks(conn, requests, terms)
     idle = residency.IdleModels(conn, terms.resident_min_s, node_id)
@@ -99,25 +99,40 @@ def _place_all(
     waiting = list(range(len(asks)))
     hosts = any(ask.cpu_milli or ask.host_memory_mb for ask in asks)
     mix = terms.recent.mix()
-    now: datetime | None = None
+    look = old = None if hosts else terms.last_look.borrow(node_id)
     for _ in range(MAX_ROUNDS):
-        views, now = gpus.views_and_time(conn, terms.stale_s, node_id)
-        cluster = Cluster(views, gpus.hosts(conn) if hosts else ())
-        proposals: dict[int, Placed] = {}
-        for i in waiting:
-            choice = cluster.place(asks[i], terms.policy, mix)
-            if isinstance(choice, Refused):  # refusals are final for this batch
-                # Nobody leaves for a request that then runs on the CPU.
-                answers[i] = _denied(cluster, asks[i], choice, None if requests[i].cpu_fallback else idle)
-            else:
-                cluster.take(asks[i], choice)
-                proposals[i] = choice
+        look = old or _look(conn, terms, node_id, hosts=hosts)
+        choices = {i: _choose(look.cluster, asks[i], terms, mix) for i in waiting}
+        refused = {i: choice for i, choice in choices.items() if isinstance(choice, Refused)}
+        if old and refused:  # not on an old look; nothing was taken yet
+            old = None
+            continue
+        for i, choice in refused.items():  # final for this batch
+            # Nobody leaves for a request that then runs on the CPU.
+            answers[i] = _denied(look.cluster, asks[i], choice, None if requests[i].cpu_fallback else idle)
+        proposals = {i: choice for i, choice in choices.items() if isinstance(choice, Placed)}
         waiting = _take(conn, asks, proposals, terms.stale_s)
         answers |= {i: placed for i, placed in proposals.items() if i not in waiting}
         if not waiting:
+            if not hosts:
+                terms.last_look.give_back(look)
             break
+        old = None
     contended = Denied("other requests took the memory first", Reason.CONTENDED, RETRY_AFTER_S[Reason.CONTENDED])
-    return [answers.get(i, contended) for i in range(len(asks))], now or conn.execute(_NOW).scalar_one()
+    return [answers.get(i, contended) for i in range(len(asks))], (look and look.now) or conn.execute(_NOW).scalar_one()
+
+
+def _look(conn: Connection, terms: Terms, node_id: str | None, *, hosts: bool) -> Look:
+    views, now = gpus.views_and_time(conn, terms.stale_s, node_id)
+    return Look(Cluster(views, gpus.hosts(conn) if hosts else ()), now, node_id)
+
+
+def _choose(cluster: Cluster, ask: Ask, terms: Terms, mix: Mix) -> Placed | Refused:
+    """Place it, and let those after it see that."""
+    choice = cluster.place(ask, terms.policy, mix)
+    if isinstance(choice, Placed):
+        cluster.take(ask, choice)
+    return choice
 
 
 def snapshot(conn: Connection, terms: Terms, node_id: str | None = None) -> Cluster:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import ClauseElement, ColumnElement, Connection, CursorResult, Table, bindparam
+from sqlalchemy import ClauseElement, ColumnElement, Connection, CursorResult, Dialect, Select, Table, bindparam
 
 #: Parameters one statement may have: SQLite's limit, which MariaDB does not reach either.
 MAX_PARAMETERS = 32_000
@@ -20,25 +20,35 @@ MAX_CHARACTERS = 2_000_000
 
 
 Listed = Sequence[ColumnElement[Any]]
+Processor = Callable[[Any], Any]
 
 
 class Hot:
-    """A statement over a list of ids; `build` writes it for the bindparams of a list of any length."""
+    """A statement over a list of ids, or without one; `build` writes it for the bindparams of a list of any length."""
 
     def __init__(self, build: Callable[[Listed], ClauseElement]) -> None:
         self._build = build
         self._compiled: dict[tuple[str, int], _Compiled] = {}
 
-    def run(self, conn: Connection, ids: Sequence[str], **scalars: Any) -> CursorResult[Any]:
-        size = 1 << (len(ids) - 1).bit_length()  # few sizes, so few texts; the last id stands in for the missing
+    def run(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> CursorResult[Any]:
+        compiled = self._for(conn, ids, scalars)
+        return conn.exec_driver_sql(compiled.sql, compiled.fill(ids, scalars))
+
+    def rows(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> Iterator[Sequence[Any]]:
+        """What a SELECT finds, its columns of the types that they have in the schema."""
+        compiled = self._for(conn, ids, scalars)
+        return compiled.convert(conn.exec_driver_sql(compiled.sql, compiled.fill(ids, scalars)))
+
+    def _for(self, conn: Connection, ids: Sequence[str], scalars: Mapping[str, Any]) -> _Compiled:
+        # Few sizes, so few texts; the last id stands in for the missing.
+        size = 1 << (len(ids) - 1).bit_length() if ids else 0
         key = (conn.dialect.name, size)
         compiled = self._compiled.get(key)
         if compiled is None:
             names = [f"id_{i}" for i in range(size)]
             statement = self._build([bindparam(name) for name in names])
             compiled = self._compiled[key] = _Compiled(statement, conn, names, scalars)
-        padded = [*ids, *([ids[-1]] * (size - len(ids)))]
-        return conn.exec_driver_sql(compiled.sql, compiled.fill(padded, scalars))
+        return compiled
 
 
 class _Compiled:
@@ -54,10 +64,26 @@ class _Compiled:
         self._constants = {name: value for name, value in written.items() if name not in variable}
         self._order: list[str] | None = compiled.positiontup
         self._names = names
+        self._processors = _result_processors(statement, conn.dialect) if isinstance(statement, Select) else {}
 
     def fill(self, ids: Sequence[str], scalars: Mapping[str, Any]) -> dict[str, Any] | tuple[Any, ...]:
-        values = {**self._constants, **scalars, **dict(zip(self._names, ids, strict=True))}
+        padded = [*ids, *list(ids[-1:]) * (len(self._names) - len(ids))]
+        values = {**self._constants, **scalars, **dict(zip(self._names, padded, strict=True))}
         return values if self._order is None else tuple(values[name] for name in self._order)
+
+    def convert(self, found: CursorResult[Any]) -> Iterator[Sequence[Any]]:
+        for row in found:
+            values = list(row)
+            for column, convert in self._processors.items():
+                values[column] = convert(values[column])
+            yield values
+
+
+def _result_processors(statement: Select[Any], dialect: Dialect) -> dict[int, Processor]:
+    """By column, how what this database answers becomes what the schema says."""
+    types = [column.type.dialect_impl(dialect) for column in statement.selected_columns]
+    found = {column: kind.result_processor(dialect, None) for column, kind in enumerate(types)}
+    return {column: processor for column, processor in found.items() if processor is not None}
 
 
 def insert_rows(
@@ -95,9 +121,6 @@ def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> 
             first, size = i, 0
         size += weight
     yield rows[first:]
-
-
-Processor = Callable[[Any], Any]
 
 
 @lru_cache(maxsize=256)

@@ -129,10 +129,12 @@ def let_go(
         return
     visible = or_(leases.c.worker_id.is_not(None), leases.c.pid.is_not(None))
     if slot:  # one that ran out before does not know it yet
-        ending = update(leases).where(leases.c.token.in_(keys), leases.c.state == "active", leases.c.slot.is_(None))
+        ending = by_key(update(leases)).where(
+            leases.c.token.in_(keys), leases.c.state == "active", leases.c.slot.is_(None)
+        )
         conn.execute(ending.where(leases.c.ending_as.is_not(None)).values(slot=slot))
     conn.execute(
-        update(leases)
+        by_key(update(leases))
         .where(
             leases.c.token.in_(keys),
             leases.c.state == "active",
@@ -243,7 +245,7 @@ def revoke(conn: Connection, lost: Mapping[str, str]) -> int:
     rows = conn.execute(walking(in_order(held), leases, "ix_leases_expiry")).all()
     for row in rows:
         reason = f"GPU {row.gpu_uuid} was lost: {lost[row.gpu_uuid]}"
-        conn.execute(update(leases).where(leases.c.token == row.token).values(end_reason=reason[:255]))
+        conn.execute(by_key(update(leases)).where(leases.c.token == row.token).values(end_reason=reason[:255]))
     ours = sorted({row.token for row in rows if row.worker_id is not None})
     clients = {row.token: row.agent_name for row in rows if row.worker_id is None}
     free(conn, ours)
@@ -262,7 +264,7 @@ def heartbeat(conn: Connection, token: str) -> datetime:
     """Extend a lease by its own time to live. Raises LeaseNotFound or LeaseEnded: an ended lease stays ended."""
     key = token_hash(token)
     extended = conn.execute(
-        update(leases)
+        by_key(update(leases))
         .where(
             leases.c.token == key,
             leases.c.state == "active",

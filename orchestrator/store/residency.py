@@ -17,7 +17,7 @@ from sqlalchemy import Connection, select, update
 
 from orchestrator.leases import ResidentSlot
 from orchestrator.placement import Ask, Cluster, Resident, evictions
-from orchestrator.store.dialect import in_order, seconds_since, utc_now, walking
+from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, walking
 from orchestrator.store.schema import lease_gpus, leases
 
 _IDLE = (
@@ -42,7 +42,7 @@ class Model(NamedTuple):
 def keep(conn: Connection, key: str, model: Model) -> bool:
     """The job is over, its model stays, under a lease of its own name. False when the lease ended meanwhile."""
     kept = conn.execute(
-        update(leases)
+        by_key(update(leases))
         .where(leases.c.token == key, leases.c.state == "active", leases.c.ending_as.is_(None))
         .values(
             token=model.key,
@@ -63,7 +63,7 @@ def keep(conn: Connection, key: str, model: Model) -> bool:
 def occupy(conn: Connection, slot: ResidentSlot, job_id: str, worker_id: str) -> bool:
     """Run a job under a warm model's lease, unless it ended or was asked to leave."""
     taken = conn.execute(
-        update(leases)
+        by_key(update(leases))
         .where(leases.c.token == slot.key, leases.c.worker_id == worker_id, leases.c.expires_at > utc_now(), *_IDLE)
         .values(job_id=job_id, idle_since=None)
     )
@@ -72,7 +72,7 @@ def occupy(conn: Connection, slot: ResidentSlot, job_id: str, worker_id: str) ->
 
 def vacate(conn: Connection, key: str) -> None:
     """The job for which a warm model's lease was occupied never started."""
-    mine = update(leases).where(leases.c.token == key, leases.c.state == "active", leases.c.resident)
+    mine = by_key(update(leases)).where(leases.c.token == key, leases.c.state == "active", leases.c.resident)
     conn.execute(mine.values(job_id=None, idle_since=utc_now()))
 
 
@@ -127,7 +127,9 @@ def _tell_to_leave(conn: Connection, keys: Sequence[str]) -> int:
         return 0
     mine = select(leases.c.token).where(leases.c.token.in_(keys), *_IDLE).with_for_update(skip_locked=True)
     free = list(conn.execute(mine).scalars())
-    return conn.execute(update(leases).where(leases.c.token.in_(free), *_IDLE).values(evicted_at=utc_now())).rowcount
+    return conn.execute(
+        by_key(update(leases)).where(leases.c.token.in_(free), *_IDLE).values(evicted_at=utc_now())
+    ).rowcount
 
 
 def _idle(conn: Connection, node_id: str | None) -> list[Resident]:

@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from orchestrator.placement import Ask, Cluster, GpuView, HostView, Mix, Placed, Policy, RecentAsks, Refused, Shape
 
@@ -105,6 +105,6 @@ def at_random(seed: int) -> Decide:
 
     def decide(cluster: Cluster, ask: Ask) -> Placed | Refused:
         fitting = [node.node_id for node in cluster.nodes() if node.fits(ask)]
-        return cluster.place(replace(ask, node_id=chance.choice(fitting)) if fitting else ask)
+        return cluster.place(ask._replace(node_id=chance.choice(fitting)) if fitting else ask)
 
     return decide

@@ -18,12 +18,14 @@ from orchestrator.store.settle import Left, never_started
 from tests.factories import GATE_PCT, STALE_S, active_leases, done, gpu, hire, rows, set_job, submit
 from tests.waiting import wait_until
 
-AT_ONCE = Terms(STALE_S, Policy.BEST_FIT, resident_min_s=0.0)
+
+def at_once() -> Terms:
+    return Terms(STALE_S, Policy.BEST_FIT, resident_min_s=0.0)
 
 
 def ask(db, memory_mb, **fields):
     wanted = LeaseRequest(**({"agent": "outside", "memory_mb": memory_mb, "ttl_s": 60.0} | fields))
-    return db.write(lambda conn: grants.grant(conn, [wanted], AT_ONCE))[0]
+    return db.write(lambda conn: grants.grant(conn, [wanted], at_once()))[0]
 
 
 def release(db, granted):
@@ -296,7 +298,7 @@ def test_a_job_with_a_reservation_elsewhere_is_soon_offered_again(db):
 def test_a_warm_model_serves_nobody_while_its_gpu_is_kept_for_a_starving_job(db):
     """A stream of jobs for it would otherwise never let it become idle, and the job would wait for ever."""
     hand = hire(db, gpu())
-    hand.terms = AT_ONCE
+    hand.terms = at_once()
     model = warm_up(hand, 15_000)
     (busy, following) = submit(db, 2, min_memory_mb=15_000)
     claim = hand.offer(busy, warm=[model], blank=0)[busy]

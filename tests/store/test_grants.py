@@ -7,12 +7,14 @@ from sqlalchemy import update
 
 from orchestrator.gpu import Health
 from orchestrator.leases import RETRY_AFTER_S, Denied, Granted, LeaseRequest, Terms
-from orchestrator.placement import Policy, Reason
+from orchestrator.placement import Policy, Reason, look
 from orchestrator.store import gpus, grants, leases, schema
 from orchestrator.store.dialect import utc_shift
 from tests.factories import STALE_S, gpu, hire, rows
 
-TERMS = Terms(STALE_S, Policy.BEST_FIT)
+
+def terms() -> Terms:
+    return Terms(STALE_S, Policy.BEST_FIT)
 
 
 def request(memory_mb=1000, **fields):
@@ -20,7 +22,7 @@ def request(memory_mb=1000, **fields):
 
 
 def grant(db, *requests):
-    return db.write(lambda conn: grants.grant(conn, requests, TERMS))
+    return db.write(lambda conn: grants.grant(conn, requests, terms()))
 
 
 def ask(db, memory_mb=1000, **fields):
@@ -102,7 +104,7 @@ def test_a_lease_without_gpu_takes_nothing_of_a_host_and_returns_nothing(db):
     hire(db, gpu(total_mb=10_000))
     set_host(db, cpu_milli=4000)
     wishes = [request(9000, cpu_fallback=True, host_cpu_milli=1000) for _ in range(2)]
-    first, second = db.write(lambda conn: grants.grant(conn, wishes, TERMS, "node-1"))
+    first, second = db.write(lambda conn: grants.grant(conn, wishes, terms(), "node-1"))
     assert (first.mode, second.mode, second.node_id) == ("gpu", "cpu", "node-1")
     assert on_hosts(db) == {"node-1": (1000, 0)}
     db.write(lambda conn: leases.release(conn, second.request.token))
@@ -204,7 +206,7 @@ def test_the_answer_that_was_lost_is_undone_with_its_host(db, lose_commits):
     set_host(db, cpu_milli=4000)
     first = request(host_cpu_milli=3000)
     lose_commits(1)
-    (answer,) = grants.grant_to_clients(db, [first], TERMS)
+    (answer,) = grants.grant_to_clients(db, [first], terms())
     assert isinstance(answer, Granted)
     assert answer.request == replace(first, token=answer.request.token)
     assert answer.request.token != first.token
@@ -214,7 +216,7 @@ def test_the_answer_that_was_lost_is_undone_with_its_host(db, lose_commits):
 def test_answers_that_were_lost_again_and_again_do_not_stand_in_the_way_of_the_last(db, lose_commits):
     hire(db, gpu(total_mb=10_000))
     lose_commits(3)
-    (answer,) = grants.grant_to_clients(db, [request(6000)], TERMS)  # there is no room for two of it
+    (answer,) = grants.grant_to_clients(db, [request(6000)], terms())  # there is no room for two of it
     assert isinstance(answer, Granted)
     assert leased(db) == {"GPU-0": 6000}
     (active,) = [lease for lease in rows(db, schema.leases) if lease.state == "active"]
@@ -224,3 +226,63 @@ def test_answers_that_were_lost_again_and_again_do_not_stand_in_the_way_of_the_l
 def test_nothing_is_granted_on_a_gpu_that_was_never_well(db):
     hire(db, gpu(health=Health.UNKNOWN, total_mb=0))
     assert ask(db).code is Reason.UNHEALTHY
+
+
+# --- the last look ---
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How often the GPUs were read."""
+    seen, read = [], gpus.views_and_time
+
+    def counted(*arguments):
+        seen.append(arguments)
+        return read(*arguments)
+
+    monkeypatch.setattr(gpus, "views_and_time", counted)
+    return seen
+
+
+def test_one_look_serves_the_requests_of_a_moment_and_sees_what_they_took(db, looks, monkeypatch):
+    monkeypatch.setattr(look, "YOUNG_S", 60.0)
+    hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))
+    same = terms()
+    answers = [db.write(lambda conn: grants.grant(conn, [request(6000)], same))[0] for _ in range(3)]
+    assert [isinstance(answer, Granted) for answer in answers] == [True, True, False]
+    assert leased(db) == {"GPU-0": 6000, "GPU-1": 6000}
+    assert len(looks) == 2  # the first, and the one before the refusal
+
+
+def test_an_old_look_refuses_nobody(db, looks, monkeypatch):
+    monkeypatch.setattr(look, "YOUNG_S", 60.0)
+    hire(db, gpu(total_mb=10_000))
+    same = terms()
+    (first,) = db.write(lambda conn: grants.grant(conn, [request(6000)], same))
+    db.write(lambda conn: leases.free(conn, [first.key]))
+    (second,) = db.write(lambda conn: grants.grant(conn, [request(6000)], same))
+    assert isinstance(second, Granted)
+    assert leased(db) == {"GPU-0": 6000}
+
+
+def test_what_changed_since_the_last_look_is_not_given_out(db, looks, monkeypatch):
+    monkeypatch.setattr(look, "YOUNG_S", 60.0)
+    hire(db, gpu(total_mb=10_000))
+    same = terms()
+    db.write(lambda conn: grants.grant(conn, [request(1000)], same))
+    set_gpus(db, health=Health.LOST)
+    (answer,) = db.write(lambda conn: grants.grant(conn, [request(1000)], same))
+    assert isinstance(answer, Denied)
+    assert (answer.code, len(looks)) == (Reason.UNHEALTHY, 2)
+
+
+def test_a_look_is_for_those_who_ask_about_the_same_nodes_and_not_for_long(db, looks, monkeypatch):
+    hire(db, gpu())
+    same = terms()
+    db.write(lambda conn: grants.grant(conn, [request()], same))
+    db.write(lambda conn: grants.grant(conn, [request()], same, "node-1"))
+    db.write(lambda conn: grants.grant(conn, [request(host_cpu_milli=1)], same, "node-1"))
+    assert len(looks) == 3
+    monkeypatch.setattr(look, "YOUNG_S", 0.0)
+    db.write(lambda conn: grants.grant(conn, [request()], same, "node-1"))
+    assert len(looks) == 4

@@ -19,7 +19,9 @@ from orchestrator.store.settle import Left, Release, end_leases
 from tests.factories import STALE_S, done, failed, gpu, hire, history, now, row, rows, set_job, status, submit
 from tests.waiting import wait_until
 
-TERMS = Terms(STALE_S, Policy.BEST_FIT, resident_min_s=30.0)
+
+def terms() -> Terms:
+    return Terms(STALE_S, Policy.BEST_FIT, resident_min_s=30.0)
 
 
 def leased(db):
@@ -56,9 +58,9 @@ def job(db, memory_mb=5000, model_id="m", **fields):
     return job_id
 
 
-def ask(db, memory_mb, terms=TERMS, **fields):
+def ask(db, memory_mb, on=None, **fields):
     request = LeaseRequest(**({"agent": "a", "memory_mb": memory_mb, "ttl_s": 60.0} | fields))
-    (answer,) = db.write(lambda conn: grants.grant(conn, [request], terms))
+    (answer,) = db.write(lambda conn: grants.grant(conn, [request], on or terms()))
     return answer
 
 
@@ -355,7 +357,7 @@ def test_the_same_models_are_not_counted_for_two_of_a_batch(db):
     hand = hire(db, gpu(total_mb=20_000))
     settle_in(hand, memory_mb=15_000)
     wishes = [LeaseRequest("a", 10_000, 60.0) for _ in range(2)]
-    answers = db.write(lambda conn: grants.grant(conn, wishes, TERMS))
+    answers = db.write(lambda conn: grants.grant(conn, wishes, terms()))
     assert [answer.evicting for answer in answers] == [True, False]
 
 
@@ -363,7 +365,7 @@ def test_each_of_a_batch_gets_models_of_its_own_to_make_room(db):
     hand = hire(db, gpu(0, total_mb=20_000), gpu(1, total_mb=20_000))
     slots = [settle_in(hand, n, memory_mb=15_000) for n in (1, 2)]
     wishes = [LeaseRequest("a", 10_000, 60.0) for _ in range(2)]
-    answers = db.write(lambda conn: grants.grant(conn, wishes, TERMS))
+    answers = db.write(lambda conn: grants.grant(conn, wishes, terms()))
     assert [isinstance(answer, Denied) and answer.evicting for answer in answers] == [True, True]
     assert evicted(db) == sorted(slot.key for slot in slots)
 
@@ -435,7 +437,7 @@ def test_who_occupies_while_another_evicts_sees_it(maria_db):
     slot = settle_in(hand, memory_mb=15_000)
     answers = []
     with db.engine.begin() as evictor:
-        (denied,) = grants.grant(evictor, [LeaseRequest("a", 10_000, 60.0)], TERMS)
+        (denied,) = grants.grant(evictor, [LeaseRequest("a", 10_000, 60.0)], terms())
         assert isinstance(denied, Denied) and denied.evicting
         occupier = Thread(
             target=lambda: answers.append(db.write(lambda conn: residency.occupy(conn, slot, "j", hand.worker_id))),

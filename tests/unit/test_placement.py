@@ -1,7 +1,5 @@
 """Placement: all or nothing, unknown is not free, a reason for every refusal, the same answer to the same question."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -299,7 +297,7 @@ def test_no_sequence_of_placements_breaks_a_rule(views, hosts, asks, policy, mix
         assert len({view.gpu_uuid for view in answer.gpus}) == ask.gpu_count
         for view in answer.gpus:
             assert account[view.gpu_uuid] == view and view in able[answer.node_id]
-            account[view.gpu_uuid] = replace(view, leased_mb=view.leased_mb + ask.memory_mb)
+            account[view.gpu_uuid] = view.with_lease(ask.memory_mb)
         host = left[answer.node_id]
         left[host.node_id] = HostView(
             host.node_id, minus(host.cpu_milli_free, ask.cpu_milli), minus(host.memory_mb_free, ask.host_memory_mb)

@@ -34,7 +34,7 @@ def test_nothing_is_reserved_that_could_never_hold_it():
         gpu(2, health="lost"),
         gpu(3, quarantined=True),
         gpu(4, reserved_for="other"),
-        replace(gpu(5), foreign_mb=5001),
+        gpu(5)._replace(foreign_mb=5001),
         gpu(6, name="T4"),
     ]
     ask = Ask(15_000, key="me", models=frozenset({""}))
@@ -118,7 +118,7 @@ def test_evictions_are_lawful_enough_and_none_is_in_vain(residents, frees, memor
 
     def fits_without(gone):
         freed = {uuid: sum(one.memory_mb for one in gone if uuid in one.gpu_uuids) for uuid in UUIDS}
-        after = [replace(view, leased_mb=view.leased_mb - freed[view.gpu_uuid]) for view in views]
+        after = [view._replace(leased_mb=view.leased_mb - freed[view.gpu_uuid]) for view in views]
         return isinstance(Cluster(after).place(ask), Placed)
 
     lawful = [one for one in residents if not one.pinned and one.resident_s >= 20]
@@ -140,4 +140,4 @@ def test_a_reservation_is_of_one_node_and_could_hold_it(leased, memory_mb, count
     if kept:
         assert len({view.node_id for view in kept}) == 1
         assert len({view.gpu_uuid for view in kept}) == count
-        assert all(refusal(replace(view, leased_mb=0), ask) is None for view in kept)
+        assert all(refusal(view._replace(leased_mb=0), ask) is None for view in kept)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,7 +116,7 @@ def test_a_model_alone_ends_too(slot):
 
 def test_a_job_on_a_lost_gpu_fails(slot):
     lease = Granted(LeaseRequest("a", 4000, 60.0), "gpu", "node-1", (GPU,), None)  # type: ignore[arg-type]
-    claim = ECHO._replace(lease=replace(lease, resident=MODEL.key))
+    claim = ECHO._replace(lease=lease._replace(resident=MODEL.key))
     slot.take(claim)
     slot.lose_gpu({"GPU-0"})
     assert slot.end_of_dead(claim, -9).error_kind is ErrorKind.GPU_LOST
