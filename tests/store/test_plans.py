@@ -288,14 +288,15 @@ def test_leases_are_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path,
     path = tmp_path / "copy.db"
     path.write_bytes(sqlite_with_tables.read_bytes())
     db = open_database(f"sqlite:///{path}")
-    call, index, _most = LEASES_READ[name]
+    call, _index, _most = LEASES_READ[name]
     hand = hire(db)
     statement, parameters = first_select(db.engine, lambda conn: call(conn, hand))
     with db.engine.connect() as connection:
         plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).mappings().all()
     details = " / ".join(step["detail"] for step in plan)
+    # Along which index is not said: without statistics, SQLite takes any of those that begin with an equality.
     assert "SCAN" not in details
-    assert index in details or index == "PRIMARY", details
+    assert "SEARCH orchestrator_leases USING" in details
 
 
 @pytest.mark.parametrize("count", [2, 16])
