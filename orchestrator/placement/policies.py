@@ -64,12 +64,15 @@ def choose(node: Node, ask: Ask, policy: Policy, mix: Mix, scale: Scale) -> Choi
         return Choice(-left, sorted(fitting, key=lambda room: -room.free_mb)[: ask.gpu_count])
     if policy is Policy.BEST_FIT or not mix:
         return Choice(left, fitting[: ask.gpu_count])
-    takers = mix.takers(node.model, node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
-    losses = sorted([(_loss_of(room, ask, takers), room) for room in fitting])[: ask.gpu_count]
+    before = mix.takers(node.model, node.cpu_milli, node.memory_mb)
+    after = mix.takers(node.model, node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+    losses = [(_loss_of(room, ask, after), room) for room in fitting]
+    losses = [min(losses)] if ask.gpu_count == 1 else sorted(losses)[: ask.gpu_count]
     rooms = [room for _, room in losses]
-    # Those whom the host can serve are the same after as before, and take one GPU each: nothing else loses anything.
-    alone = not takers.gangs and takers is mix.takers(node.model, node.cpu_milli, node.memory_mb)
-    next_mb = sum([loss for loss, _ in losses]) if alone else _next_mb_lost(node, ask, rooms, takers, mix)
+    if before is after and not after.gangs:  # then GPUs lose each for itself, and only those that are given
+        next_mb = sum([loss for loss, _ in losses])
+    else:
+        next_mb = before.worth_of(node.frees) - after.worth_of(_frees_without(node, ask, rooms))
     return Choice(next_mb + _lasting_mb_lost(node, ask, rooms, mix) + NUDGE * scale.gpu_mb * left, rooms)
 
 
@@ -86,20 +89,20 @@ def _loss_of(room: Room, ask: Ask, takers: Takers) -> float:
     return takers.loss(room.free_mb, ask.memory_mb) if room.reserved_for is None else 0.0
 
 
-def _next_mb_lost(node: Node, ask: Ask, rooms: list[Room], takers: Takers, mix: Mix) -> float:
-    """What the mix could use next of the whole node, and no more when these GPUs are given and `takers` remain."""
+def _frees_without(node: Node, ask: Ask, rooms: list[Room]) -> tuple[int, ...]:
+    """What anybody could use of the node when these GPUs were given."""
     frees = list(node.frees)
     for room in rooms:
         if room.reserved_for is None:
             frees.remove(room.free_mb)
             insort(frees, room.free_mb - ask.memory_mb)
-    before = mix.takers(node.model, node.cpu_milli, node.memory_mb)
-    return before.worth_of(node.frees) - takers.worth_of(tuple(frees))
+    return tuple(frees)
 
 
 def _lasting_mb_lost(node: Node, ask: Ask, rooms: list[Room], mix: Mix) -> float:
     """What the host could serve in the long run, and no more."""
     given_mb = ask.memory_mb * sum([room.reserved_for is None for room in rooms])
-    servable_mb = mix.servable_mb(node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
-    before_mb = min(node.total_mb, mix.servable_mb(node.cpu_milli, node.memory_mb))
-    return before_mb - min(node.total_mb - given_mb, servable_mb)
+    before_mb = servable_mb = mix.servable_mb(node.cpu_milli, node.memory_mb)
+    if ask.cpu_milli or ask.host_memory_mb:
+        servable_mb = mix.servable_mb(node.cpu_milli - ask.cpu_milli, node.memory_mb - ask.host_memory_mb)
+    return min(node.total_mb, before_mb) - min(node.total_mb - given_mb, servable_mb)
