@@ -164,12 +164,13 @@ def finish_endings(
     """End the ending leases of a node whose processes are gone; a GPU where they do not go is quarantined.
 
     `running` are the worker's own slots that live; `taken_at` the monotonic time before the sample was taken: it says
-    nothing about leases that their holders used until later. Returns the GPUs that were quarantined.
+    nothing about leases that their holders used until later, nor about who went while the driver hung. Returns the
+    GPUs that were quarantined.
     """
     endings = _endings(conn, worker.node_id)
-    if taken_at is not None:
-        age_s = time.monotonic() - taken_at  # after the query, so that no lease seems to have ended before the sample
-        endings = {key: rows for key, rows in endings.items() if rows[0].ending_s >= age_s}
+    # After the query, so that no lease seems to have ended before the sample.
+    age_s = time.monotonic() - taken_at if taken_at is not None else 0.0
+    endings = {key: rows for key, rows in endings.items() if rows[0].ending_s >= age_s}
     by_uuid = {gpu.uuid: gpu for gpu in sample}
     neighbours = _neighbours(conn, worker, endings)
     live = _live_holders(conn, worker.node_id, endings)
@@ -185,7 +186,7 @@ def finish_endings(
         held = [gpu for gpu in seen if still_held(gpu, holder, running, live.get(gpu.uuid, ()))]
         if len(seen) == len(uuids) and not held:
             over.setdefault(row.ending_as, []).append(key)
-        elif row.ending_s > patience_s:
+        elif row.ending_s > patience_s + age_s:
             who = {gpu.uuid: _holders_of(gpu, holder) for gpu in held} or dict.fromkeys(uuids, "nobody can tell")
             stuck |= {uuid: f"memory of lease {lease_name(key)} did not come back: {why}" for uuid, why in who.items()}
             over.setdefault(row.ending_as, []).append(key)
