@@ -105,14 +105,20 @@ def test_a_dry_run_looks_and_changes_nothing(api: Running) -> None:
     set_job(api.db, ids[0], redrives=3)
     # The leader writes to the letters too, once.
     wait_until(lambda: all(letter.entry_id for letter in rows(api.db, schema.dead_letters)), what="told")
-    before = [rows(api.db, table) for table in (schema.jobs, schema.dead_letters, schema.audit)]
+
+    def everything() -> list[object]:
+        # The leader may notice meanwhile that the worker, which is none, is silent.
+        said = [one for one in rows(api.db, schema.audit) if one.event_type != "worker.lost"]
+        return [rows(api.db, schema.jobs), rows(api.db, schema.dead_letters), said]
+
+    before = everything()
     body = {"filter": {"type": "echo"}, "dry_run": True}
     looked = {"matched": 12, "dry_run": True}
     would_redrive = {"exhausted": 1, "redriven": 0, "would_be": 11, "sample": ids[1:11]}
     would_purge = {"purged": 0, "would_be": 2, "sample": ids[:2]}
     assert api.post("/dlq/redrive", body).json() == looked | would_redrive
     assert api.post("/dlq/purge", body | {"max": 2}).json() == looked | would_purge
-    assert [rows(api.db, table) for table in (schema.jobs, schema.dead_letters, schema.audit)] == before
+    assert everything() == before
 
 
 def test_a_sample_and_then_the_rest(api: Running, redis_server: Redis) -> None:
