@@ -9,12 +9,18 @@ OrchestratorError
 │   ├── JobNotFound        job_not_found
 │   ├── ResultNotFound     result_not_found
 │   ├── LeaseNotFound      lease_not_found
-│   └── GpuNotFound        gpu_not_found
+│   ├── GpuNotFound        gpu_not_found
+│   ├── PoolNotFound       pool_not_found
+│   └── NodeNotFound       node_not_found
 ├── JobConflict            job_conflict          same job_id, other content
 ├── JobEnded               job_ended             too late to cancel it
 ├── NotRedrivable          not_redrivable        only a job that ended badly can be started over
 ├── RedriveLimit           redrive_limit         it was started over as often as allowed
 ├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
+├── PoolExists             pool_exists           same pool_id, other content
+├── PoolClosed             pool_closed           the pool is draining, stopped or evicted
+├── PoolBusy               pool_busy             only a stopped or evicted pool can be deleted
+├── NotLeader              not_leader            another instance leads; ask that one
 ├── Overloaded             overloaded            too much waits already; try again later
 ├── StaleEpoch             stale_epoch           another leader took over; this write had no effect
 ├── WorkerLost             worker_lost           the leader gave this worker's jobs away
@@ -126,6 +132,49 @@ class GpuNotFound(NotFound):
 
     def __init__(self, uuid: str) -> None:
         super().__init__(f"no GPU {uuid!r}; `gpuorch gpus` shows those that are known, by their UUIDs")
+
+
+class PoolNotFound(NotFound):
+    code = "pool_not_found"
+
+    def __init__(self, pool_id: str) -> None:
+        super().__init__(f"no pool {pool_id!r}; `gpuorch pools list` shows those there are")
+
+
+class NodeNotFound(NotFound):
+    code = "node_not_found"
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(f"no node {node_id!r}; `gpuorch nodes list` shows those that were heard of")
+
+
+class PoolExists(OrchestratorError):
+    code = "pool_exists"
+
+    def __init__(self, pool_id: str) -> None:
+        super().__init__(f"pool {pool_id!r} exists and is another; change it with PATCH /workers/pool/{pool_id}")
+
+
+class PoolClosed(OrchestratorError):
+    code = "pool_closed"
+
+    def __init__(self, pool_id: str, status: str) -> None:
+        super().__init__(f"pool {pool_id!r} is {status}; once it is stopped or evicted it can be created again")
+
+
+class PoolBusy(OrchestratorError):
+    code = "pool_busy"
+
+    def __init__(self, pool_id: str, status: str) -> None:
+        super().__init__(f"pool {pool_id!r} is {status} or has workers; drain or evict it before it is deleted")
+
+
+class NotLeader(OrchestratorError):
+    code = "not_leader"
+
+    def __init__(self, holder: str | None) -> None:
+        super().__init__(f"{holder} leads, not this instance" if holder else "nobody leads at the moment; try again")
+        self.holder = holder
 
 
 class Overloaded(OrchestratorError):

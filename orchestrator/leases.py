@@ -64,11 +64,18 @@ class LeaseRequest:
     gpu_models: frozenset[str] = frozenset()
     host_cpu_milli: int = 0
     host_memory_mb: int = 0
+    #: For a model that is loaded before any job: the name of its lease, its slot and the type of its jobs.
+    model_key: str | None = None
+    slot: str | None = None
+    job_type: str | None = None
+    pinned: bool = False
     token: str = field(default_factory=new_token, repr=False)
 
     @cached_property
     def key(self) -> str:
         """What the database knows the lease by."""
+        if self.model_key is not None:
+            return self.model_key
         return token_hash(self.token) if self.job_id is None else job_lease_key(self.job_id, self.attempt)
 
     def ask(self, warm_nodes: frozenset[str] = frozenset()) -> Ask:

@@ -31,9 +31,9 @@ CHUNK = 500
 
 @dataclass
 class Pace:
-    """How fast a lane moves: its live slots, and a moving average of what is announced per second."""
+    """How fast a lane moves: its live slots (None: closed), and a moving average of what is announced per second."""
 
-    slots: int = 0
+    slots: int | None = 0
     slots_counted_at: float = float("-inf")
     per_second: float = 0.0
     since: float = field(default_factory=time.monotonic)
@@ -84,6 +84,8 @@ class Publisher:
         lane = self._hub.lane(lane_name)
         pace = self._pace.setdefault(lane_name, Pace())
         window = self._window(lane_name, pace)
+        if not window:
+            return 0
         length = lane.unread()
         room, total = window - length, 0
         # Refilled when half empty: one transaction for many jobs instead of one for each that leaves.
@@ -114,6 +116,8 @@ class Publisher:
         if time.monotonic() - pace.slots_counted_at > SLOTS_FRESH_S:
             pace.slots = self._db.read(lambda conn: outbox.live_slots(conn, lane))
             pace.slots_counted_at = time.monotonic()
+        if pace.slots is None:
+            return 0  # its pool is drained: what waits stays where it can still be moved
         wanted = 2 * pace.slots + round(pace.per_second * WINDOW_S)
         return max(self._settings.lane_window_min, min(wanted, self._settings.lane_window_max))
 

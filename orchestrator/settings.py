@@ -242,6 +242,10 @@ class Settings(BaseModel):
     publish_interval_s: Seconds = _is(0.5, "how often the leader publishes what others left")
     republish_after_s: Seconds = _is(5.0, "a published job missing in Redis this long is published again")
     reclaim_interval_s: Seconds = _is(1.0, "how often the leader takes jobs back from dead workers")
+    reconcile_interval_s: Seconds = _is(
+        1.0, "how often the leader compares pools with their workers, and nodes with it"
+    )
+    pool_drain_s: SecondsOrZero = _is(300.0, "time running jobs get when a pool or node is drained, by default")
     purge_interval_s: Seconds = _is(1.0, "how often the leader removes expired leases")
     log_format: LogFormat = _is("console", "console for people, json for machines")
     log_level: LogLevel = _is("info", "debug, info, warning, error or critical")

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -17,7 +17,7 @@ from typing import Any
 
 from orchestrator.gpu.processes import MARK
 from orchestrator.jobs import ErrorKind
-from orchestrator.leases import ResidentSlot
+from orchestrator.leases import GpuShare, ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
 from worker import wire
@@ -45,6 +45,12 @@ class SlotProcess:
     mark: str = ""
     ready: bool = False
     dying: bool = False
+    #: It waits for what it is to load, or loads it.
+    unloaded: bool = False
+    loading: bool = False
+    #: There is one slot too many: it goes when its job is over, and is killed if it has not by then.
+    leaving: bool = False
+    stop_by: float = NEVER
     claim: Claim | None = None
     since: float = NEVER
     deadline: float = NEVER
@@ -102,6 +108,12 @@ class SlotProcess:
         except (OSError, TypeError, ValueError):
             return  # its end is noticed by whoever watches it
 
+    def stop(self, patience_s: float) -> None:
+        """It may unload its model, and must be gone then."""
+        self.leaving = True
+        self.stop_by = time.monotonic() + patience_s
+        self.send({"stop": True})
+
     def cancel(self, step_s: float) -> None:
         """Ask its job to stop; insist after `step_s`, kill after as much again. A signal cannot block, a pipe can."""
         if self.term_at == NEVER:
@@ -111,6 +123,8 @@ class SlotProcess:
 
     def look_at_clock(self, now: float) -> None:
         """Do what its job's time limit and its cancel ask for by now."""
+        if now >= self.stop_by:
+            self.kill()
         if self.claim is None or self.verdict is not None:
             return
         if now >= self.deadline:
@@ -213,9 +227,17 @@ def _job(claim: Claim) -> dict[str, Any]:
 
 
 def _device(claim: Claim) -> str | None:
-    if claim.lease is None:
-        return None
-    return ",".join(gpu.gpu_uuid for gpu in claim.gpus) or "cpu"
+    return None if claim.lease is None else _listed(claim.gpus) or "cpu"
+
+
+def _listed(gpus: Sequence[GpuShare]) -> str:
+    return ",".join(gpu.gpu_uuid for gpu in gpus)
+
+
+def loading(type: str, model_id: str | None, model: ResidentSlot | None) -> dict[str, Any]:
+    """The context in which a model is loaded: like a job's, without a job."""
+    device = _listed(model.gpus) if model else None
+    return {"job_id": "", "type": type, "attempt": 0, "agent": "", "model_id": model_id, "device": device}
 
 
 def _bounded(seconds: object) -> float | None:

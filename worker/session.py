@@ -6,6 +6,7 @@ everything it ran is killed, since it runs elsewhere already.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from orchestrator.errors import Overloaded, Unavailable
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch
 from orchestrator.identity import instance_id, node_id
-from orchestrator.jobs import BURY, DEFAULT_LANE, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
+from orchestrator.jobs import BURY, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
 from orchestrator.leases import ResidentSlot, Terms
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
@@ -39,34 +40,43 @@ from worker.intake import Intake
 from worker.keepalive import Keepalive
 from worker.ledger import Ledger
 from worker.lifeline import Lifeline
+from worker.post import Post
+from worker.preload import Preloader
 from worker.slots import SlotEvents, SlotPool
 
 log = logging.getLogger(__name__)
+
+#: Seconds between looks whether a drain is over.
+LOOK_EVERY_S = 0.2
 
 
 class Session:
     """One registration: creates everything that works under its worker id, and ends it in order."""
 
-    def __init__(self, settings: Settings, db: Database, hub: Hub, publisher: Publisher) -> None:
+    def __init__(self, settings: Settings, db: Database, hub: Hub, publisher: Publisher, post: Post) -> None:
         self._settings = settings
+        self._post = post
         self._db = db
         self._hub = hub
         self._publisher = publisher
-        self._lane = hub.lane(settings.worker_pool or DEFAULT_LANE)
+        self._lane = hub.lane(post.pool_id)
         self._node_id = node_id(settings)
         self.worker_id = instance_id()
         self._backend = backends.choose(settings.gpu_backend, self._node_id, settings.data_dir)
         self._gpus = Watch(self._backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
         self._by = Claimant(
-            self.worker_id, self._node_id, self._lane.name, settings.job_lease_ttl_s, Terms.of(settings)
+            self.worker_id, self._node_id, self._lane.name, settings.job_lease_ttl_s, Terms.of(settings), post.model_id
         )
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
         self._counts = {"done": 0, "failed": 0}
         self._draining = False
+        self._leave_by = math.inf
+        self._load_s: float | None = None
         self._lifeline = Lifeline()
         self._keepalive: Keepalive | None = None
         self._doorbell: Listener | None = None
+        self._preloader: Preloader | None = None
         # Apart from the slots' thread, which must never wait for the database.
         self._questions = ThreadPoolExecutor(1, thread_name_prefix="ownership")
         self.over = threading.Event()
@@ -77,14 +87,26 @@ class Session:
         settings = self._settings
         policy = RetryPolicy.of(settings)
         self._slots = SlotPool(
-            settings.worker_slots,
+            self._post.slots,
             self.worker_id,
-            [str(settings.payload_max_bytes), *settings.worker_handlers],
+            [str(settings.payload_max_bytes), self._pool_json(), *settings.worker_handlers],
             self._backend.environment(),
-            SlotEvents(self._started, self._ended, self._left, self._progressed, self._asked),
+            SlotEvents(
+                self._started,
+                self._ended,
+                self._left,
+                self._progressed,
+                self._asked,
+                self._unloaded,
+                self._loaded,
+                self._load_failed,
+            ),
             settings.cancel_step_s,
             self._lifeline,
+            self._post.model,
         )
+        if self._post.model is not None:
+            self._preloader = Preloader(self._db, self._by, self._post.model, self._gpus, self._slots, self._write_down)
         self._custody = Custody(self._gpus, self._slots, self._write_down)
         self._ledger = Ledger(
             self._db,
@@ -112,10 +134,17 @@ class Session:
             on_denied=self._denied,
         )
 
+    def _pool_json(self) -> str:
+        return json.dumps({"adapter": self._post.adapter, "variant": self._post.variant})
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(self._slots.memory)
+
     def begin(self) -> None:
-        """Start the slots, register once their handlers are known, then take jobs."""
+        """Start the slots, register once their handlers are known, then load the pool's model and take jobs."""
         self._slots.start()
-        while not self._slots.wait_free(1.0):
+        while not self._slots.wait_known(1.0):
             if self.over.is_set():
                 return
         worker = self._describe()
@@ -133,6 +162,8 @@ class Session:
             running=self._slots.marks,
         )
         self._keepalive.start()
+        if self._preloader is not None:
+            self._preloader.start()
         self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
         self._doorbell.start()
         self._intake.start()
@@ -146,18 +177,31 @@ class Session:
             self._lane.name,
             socket.gethostname(),
             os.getpid(),
-            self._settings.worker_slots,
-            tuple(self._slots.memory),
+            self._slots.count,
+            self.types,
+            self._post.revision,
         )
+
+    def resize(self, slots: int) -> None:
+        self._slots.resize(slots)
+        if self._keepalive is not None:
+            self._keepalive.poke()
+
+    def leave(self, grace_s: float) -> None:
+        """Take no more jobs, from now on; `end` waits until then for those that run. Said again, it counts anew."""
+        self._leave_by = time.monotonic() + grace_s
+        self._draining = True
+        self._intake.stop()
+        self.over.set()
 
     def end(self) -> None:
         """Stop reading → finish or hand back → write it down → deregister. Heartbeats go on until the last."""
-        self._draining = True
-        self._intake.stop()
-        patience_over = time.monotonic() + self._settings.worker_grace_s
-        self._finish_or_hand_back(patience_over)
+        self.leave(max(self._leave_by - time.monotonic(), 0.0) if self._draining else self._settings.worker_grace_s)
+        if self._keepalive is not None:
+            self._keepalive.poke()
+        self._finish_or_hand_back()
         self._intake.join()
-        self._finish_or_hand_back(patience_over)  # a claim that was being committed comes after the rest
+        self._finish_or_hand_back()  # a claim that was being committed comes after the rest
         self._close()
         try:
             worker = self._describe()
@@ -167,9 +211,12 @@ class Session:
         except Unavailable as away:
             log.warning("left without a word", extra={"error": str(away)})  # the leader notices the silence
 
-    def _finish_or_hand_back(self, until: float) -> None:
-        if not self._slots.wait_idle(max(until - time.monotonic(), 0.0)):
-            self._slots.hand_back("its worker was stopped")
+    def _finish_or_hand_back(self) -> None:
+        """In steps: whoever drains may lose patience meanwhile."""
+        while not self._slots.wait_idle(min(max(self._leave_by - time.monotonic(), 0.0), LOOK_EVERY_S)):
+            if time.monotonic() >= self._leave_by:
+                self._slots.hand_back("its worker was stopped")
+                return
 
     def abandon(self) -> None:
         """Kill what runs and leave: the leader gave our jobs away, or they never were ours."""
@@ -180,6 +227,8 @@ class Session:
     def _close(self) -> None:
         if self._doorbell is not None:
             self._doorbell.close()
+        if self._preloader is not None:
+            self._preloader.close()
         self._slots.close()
         self._questions.shutdown(wait=False, cancel_futures=True)
         self._intake.join()
@@ -201,6 +250,21 @@ class Session:
             return
         pinned = claim.type in self._slots.pinned
         self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, end, keeps, pinned))
+
+    def _unloaded(self, mark: str) -> None:
+        assert self._preloader is not None, "only slots of a pool with a model ask for it"
+        self._preloader.add(mark)
+
+    def _load_failed(self, error: str) -> None:
+        if self._preloader is not None:
+            self._preloader.failed(error)
+
+    def _loaded(self, model: ResidentSlot | None, seconds: float) -> None:
+        self._load_s = seconds if self._load_s is None else (self._load_s + seconds) / 2
+        if self._preloader is not None:
+            self._preloader.loaded(model)
+        if self._keepalive is not None:
+            self._keepalive.poke()  # the leader waits for it
 
     def _left(self, model: ResidentSlot, slot: str) -> None:
         self._custody.after(Departure(slot, model.key, model.gpus))
@@ -283,7 +347,15 @@ class Session:
             progress,
             held,
             self._slots.resident(),
+            self._slots.count,
+            self._slots.usable(),
+            self._trouble(),
+            self._preloader is not None and self._preloader.blocked,
+            self._load_s,
         )
+
+    def _trouble(self) -> str | None:
+        return (self._preloader and self._preloader.trouble) or self._slots.trouble
 
     def _on_lost(self) -> None:
         self.lost = True

@@ -1,6 +1,8 @@
 """A slot: one child process that loads handlers once and runs jobs one after the other.
 
-    python -m worker.slot FD LIFELINE_FD PARENT_PID RESULT_LIMIT [MODULE …]
+    python -m worker.slot FD LIFELINE_FD PARENT_PID RESULT_LIMIT POOL [MODULE …]
+
+POOL is the adapter and the variant of the pool that it belongs to, as JSON.
 
 It talks to its supervisor over FD and to nothing else: no database, no Redis. Whatever a handler does to this
 process, the supervisor sees it end.
@@ -36,12 +38,16 @@ class Slot:
     pipe: Connection
     registry: dict[str, Registered]
     result_limit: int
+    #: What its pool adds to every job's context.
+    pool: dict[str, Any] = field(default_factory=dict)
     #: Instances of handler classes by type and model, and the device that each was loaded for.
     warm: dict[tuple[str, str | None], tuple[Any, str | None]] = field(default_factory=dict)
     cancelled: bool = False
     busy: bool = False
     leased: bool = False
     questions: int = 0
+    #: Seconds that the model of the last job took to load; 0 when it was there.
+    load_s: float = 0.0
 
     def listen(self) -> None:
         """Hear that the job is cancelled: a flag at first, an exception in the handler when it does not look."""
@@ -59,11 +65,15 @@ class Slot:
     def run(self) -> None:
         memory = {name: registered.min_memory_mb for name, registered in self.registry.items()}
         pinned = [name for name, registered in self.registry.items() if registered.pinned]
-        wire.send(self.pipe, {"hello": memory, "pinned": pinned})
+        classes = [name for name, registered in self.registry.items() if registered.is_class]
+        wire.send(self.pipe, {"hello": memory, "pinned": pinned, "classes": classes})
         while True:
             head, body = wire.receive(self.pipe)
             if "stop" in head:
                 break
+            if "load" in head:
+                wire.send(self.pipe, self._preload(head["load"]))
+                continue
             if "job" not in head:
                 continue  # the answer to a question of a job that did not wait for it
             ending, result = self._attempt(head, body)
@@ -71,20 +81,37 @@ class Slot:
         for model in list(self.warm):
             self._unload(model)
 
+    def _preload(self, head: dict[str, Any]) -> dict[str, Any]:
+        """Load a model before any job needs it; the answer for the supervisor."""
+        ctx = self._context(head)
+        self.leased = ctx.device is not None
+        started = time.monotonic()
+        try:
+            self._handler(ctx)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a handler raises is its answer
+            return {"load_failed": f"{type(error).__name__}: {error}"}
+        return {"loaded": time.monotonic() - started}
+
+    def _context(self, head: dict[str, Any]) -> Context:
+        ctx = Context(**head, **self.pool, _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
+        if ctx.device is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
+        return ctx
+
     def _attempt(self, head: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
         """Run one job; the ending as the supervisor wants to hear it, and the result's JSON."""
         self.cancelled = False
-        ctx = Context(**head["job"], _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
-        if ctx.device is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
+        ctx = self._context(head["job"])
         before, on_gpu = self.leased, ctx.device not in (None, "cpu")
         self.leased = before or ctx.device is not None
+        self.load_s = 0.0
         started = time.monotonic()
         ending, result = self._outcome(ctx, body)
         # A model that stays in memory does so under a lease too; jobs without a GPU leave it there.
         ending["keeps"] = (ctx.type, ctx.model_id) in self.warm
         self.leased = ending["keeps"] if on_gpu else before
-        ending["run_seconds"] = time.monotonic() - started
+        ending["load_seconds"] = self.load_s
+        ending["run_seconds"] = time.monotonic() - started - self.load_s
         return ending, result
 
     def _outcome(self, ctx: Context, body: str) -> tuple[dict[str, Any], str]:
@@ -114,9 +141,11 @@ class Slot:
         if model in self.warm and self.warm[model][1] != ctx.device:
             self._unload(model)
         if model not in self.warm:
+            started = time.monotonic()
             instance = registered.target()
             if hasattr(instance, "load"):
                 instance.load(ctx)
+            self.load_s = time.monotonic() - started
             self.warm[model] = instance, ctx.device
         run: Callable[[Context, Any], Any] = self.warm[model][0].run
         return run
@@ -155,14 +184,14 @@ def _failed(kind: str, error: BaseException) -> dict[str, Any]:
 
 
 def main() -> None:
-    fd, lifeline_fd, parent_pid, result_limit, *modules = sys.argv[1:]
+    fd, lifeline_fd, parent_pid, result_limit, pool, *modules = sys.argv[1:]
     wire.die_with_parent(int(parent_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides what happens here
     for inherited in (int(fd), int(lifeline_fd)):
         os.set_inheritable(inherited, False)
     pipe = Connection(int(fd))
     try:
-        slot = Slot(pipe, handlers.load(modules), int(result_limit))
+        slot = Slot(pipe, handlers.load(modules), int(result_limit), json.loads(pool))
         slot.listen()
         lifeline.end_when_over(lifeline.Lifeline(int(lifeline_fd)), lambda: slot.leased, LOOK_EVERY_S)
         slot.run()

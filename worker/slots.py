@@ -20,7 +20,8 @@ from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
 from worker import wire
 from worker.lifeline import Lifeline
-from worker.process import NEVER, SlotProcess
+from worker.post import Model
+from worker.process import NEVER, SlotProcess, loading
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ TICK_S = 0.1
 RUNNING_AFTER_S = 0.05
 #: Jobs of less than this many seconds are worth waiting for.
 QUICK_S = 0.002
+#: Seconds that a slot which must go gets to unload its model.
+STOP_S = 5.0
 #: A slot that cannot start is tried again after 0.5, 1, 2 … at most this many seconds.
 MAX_RESPAWN_DELAY_S = 30.0
 
@@ -47,6 +50,11 @@ class SlotEvents:
     progressed: Callable[[Claim, float, str], None]
     #: A handler wants to know whether its job is still its own; `SlotPool.answer` tells it.
     asked: Callable[[Claim, int], None]
+    #: The slot of that mark is up, and takes jobs once `load` gave it its model.
+    unloaded: Callable[[str], None] = lambda _mark: None
+    #: A model was loaded, in so many seconds, or could not be.
+    loaded: Callable[[ResidentSlot | None, float], None] = lambda _model, _seconds: None
+    load_failed: Callable[[str], None] = lambda _error: None
 
 
 class SlotPool:
@@ -59,8 +67,12 @@ class SlotPool:
         events: SlotEvents,
         cancel_step_s: float,
         lifeline: Lifeline,
+        model: Model | None = None,
     ) -> None:
         self._count = count
+        self._model = model
+        #: Slots that were evicted for others: who takes their place loads nothing before a job needs it.
+        self._evicted = 0
         self._name = name
         self._started = 0
         self._lifeline = lifeline
@@ -77,6 +89,8 @@ class SlotPool:
         self._closing = False
         self._failures = 0
         self._respawn_at = 0.0
+        #: Why slots do not start; None when they do.
+        self.trouble: str | None = None
         #: Moving average of how long jobs run.
         self._usual_run_s = 0.0
         #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
@@ -88,6 +102,11 @@ class SlotPool:
     def start(self) -> None:
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
         self._thread.start()
+
+    def wait_known(self, timeout_s: float) -> bool:
+        """Wait until the handlers are known: the first slot is up."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self.memory or self._closing, timeout_s))
 
     # ── called by other threads ─────────────────────────────────────────────────────────────────────────────
 
@@ -163,8 +182,7 @@ class SlotPool:
             since = time.monotonic() - idle_s
             warm = [slot for slot in self._free if slot.resident and slot.resident.key in keys]
             for slot in [slot for slot in warm if slot.idle_since <= since]:
-                self._free.remove(slot)
-                slot.kill()
+                self._unseat(slot)
 
     def make_blank(self, min_s: float) -> None:
         """End the warm model that was idle longest, so that another job gets its slot, unless it came just now."""
@@ -173,8 +191,54 @@ class SlotPool:
             warm = [slot for slot in self._free if slot.resident and slot.resident.type not in self.pinned]
             old = [slot for slot in warm if slot.resident_since <= since]
             for slot in sorted(old, key=lambda slot: slot.idle_since)[:1]:
-                self._free.remove(slot)
-                slot.kill()
+                self._unseat(slot)
+
+    def _unseat(self, slot: SlotProcess) -> None:
+        self._free.remove(slot)
+        self._evicted += 1
+        slot.kill()
+
+    def awaits_load(self, mark: str) -> bool:
+        with self._changed:
+            return any(slot.mark == mark and slot.unloaded and not slot.dying for slot in self._slots)
+
+    def load(self, mark: str, model: ResidentSlot | None) -> bool:
+        """Let a slot load its pool's model, under this lease; False when the slot is gone or going."""
+        assert self._model is not None, "only slots of a pool with a model ask for it"
+        with self._changed:
+            found = next((s for s in self._slots if s.mark == mark and s.unloaded and not (s.dying or s.leaving)), None)
+            if found is None or self._closing:
+                return False
+            found.unloaded, found.loading, found.resident = False, True, model
+            head = loading(self._model.type, self._model.model_id, model)
+        found.send({"load": head})
+        return True
+
+    def resize(self, count: int) -> None:
+        """Have so many slots. Those that are too many go when they are free, the least useful first."""
+        with self._changed:
+            self._count = count
+            staying = [slot for slot in self._slots if not (slot.leaving or slot.dying)]
+            for slot in sorted(staying, key=_usefulness)[: max(len(staying) - count, 0)]:
+                self._dismiss(slot)
+        self._wake()
+
+    def _dismiss(self, slot: SlotProcess) -> None:
+        slot.leaving = True
+        if slot in self._free:
+            self._free.remove(slot)
+            slot.stop(STOP_S)
+        elif not slot.occupied:
+            slot.kill()  # nothing runs there yet
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def usable(self) -> int:
+        """Slots that take jobs, or run one."""
+        with self._changed:
+            return sum(slot.ready and not (slot.dying or slot.leaving) for slot in self._slots)
 
     def lose_gpus(self, uuids: Collection[str]) -> None:
         """End what runs or is kept on GPUs that are lost."""
@@ -243,6 +307,8 @@ class SlotPool:
             for slot in self._slots:
                 if not slot.occupied and slot.ready:
                     slot.send({"stop": True})
+                elif not slot.occupied:
+                    slot.kill()  # it starts or loads: there is nothing to wait for
         self._join(timeout_s)
         with self._changed:
             for slot in self._slots:
@@ -282,7 +348,7 @@ class SlotPool:
         self._look_at_clocks()
 
     def _respawn(self) -> None:
-        while not self._closing and len(self._slots) < self._count and time.monotonic() >= self._respawn_at:
+        while not self._closing and self._missing() and time.monotonic() >= self._respawn_at:
             self._started += 1
             mark = f"{self._name}#{self._started}"
             slot = SlotProcess.start(self._command, self._environment, self._lifeline, mark)
@@ -290,6 +356,9 @@ class SlotPool:
                 self._slots.append(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
             self._selector.register(slot.pidfd, selectors.EVENT_READ, slot)
+
+    def _missing(self) -> bool:
+        return sum(not slot.leaving for slot in self._slots) < self._count
 
     def _hear(self, slot: SlotProcess) -> None:
         try:
@@ -300,9 +369,16 @@ class SlotPool:
 
     def _understand(self, slot: SlotProcess, head: dict[str, Any], body: str) -> None:
         if "hello" in head:
-            self._failures = 0
             self.memory, self.pinned = head["hello"], frozenset(head["pinned"])
+            self._seat(slot, head["classes"])
+        elif "loaded" in head:
+            slot.loading, slot.idle_since = False, time.monotonic()
+            slot.resident_since = slot.idle_since
             self._release(slot)
+            self._events.loaded(slot.resident, float(head["loaded"]))
+        elif "load_failed" in head:
+            self._events.load_failed(str(head["load_failed"]))
+            slot.kill()  # what it has loaded of it must not stay
         elif "progress" in head and slot.claim is not None:
             self._events.progressed(slot.claim, *head["progress"])
         elif "owns" in head and slot.claim is not None:
@@ -317,11 +393,25 @@ class SlotPool:
                 self._release(slot)
             self._events.ended(claim, end, slot.mark, bool(head["end"].get("keeps")))
 
+    def _seat(self, slot: SlotProcess, classes: Collection[str]) -> None:
+        """A slot is up: it loads its pool's model, or takes jobs at once."""
+        with self._changed:
+            self._changed.notify_all()
+            taken, self._evicted = self._evicted > 0, max(self._evicted - 1, 0)
+            slot.unloaded = not taken and self._model is not None and self._model.type in classes
+        if slot.unloaded:
+            self._events.unloaded(slot.mark)
+        else:
+            self._release(slot)
+
     def _release(self, slot: SlotProcess) -> None:
         with self._changed:
             slot.ready, slot.claim, slot.inspected = True, None, False
+            self._failures, self.trouble = 0, None
             if slot.worn:
                 slot.kill()
+            elif slot.leaving:
+                slot.stop(STOP_S)
             elif self._closing:
                 slot.send({"stop": True})
             elif not slot.dying:
@@ -343,6 +433,8 @@ class SlotPool:
             self._failures += 1
             delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
             self._respawn_at = time.monotonic() + delay
+            if not slot.leaving:
+                self.trouble = f"a slot ended with code {code} before it could take jobs; next try in {delay:g} s"
             log.error("slot does not start", extra={"exit_code": code, "next_try_s": delay})
         with self._changed:
             claim, slot.claim = slot.claim, None
@@ -377,3 +469,8 @@ class SlotPool:
             os.write(self._wake_w, b".")
         except BlockingIOError:
             return  # it is awake
+
+
+def _usefulness(slot: SlotProcess) -> tuple[bool, bool, float]:
+    """Those that take no jobs yet go first, then the free, the longest idle of them before the others."""
+    return slot.ready, slot.occupied, slot.idle_since

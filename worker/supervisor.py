@@ -1,6 +1,8 @@
-"""A worker from start to end: sessions, one after the other, until it is told to stop.
+"""The process that `gpuorch worker` is: it compares what this node should run with what it runs, and mends that.
 
-A session that the leader declared dead is followed by a new one under a new id.
+Level-triggered: it reads what should be from the database (its own lane, and the share of the pools that the leader
+assigned to this node), on a timer and whenever the doorbell rings. What it missed it sees the next time. Only one
+process of a node runs pools; started for one pool (`--pool`), it serves that one and follows what its row says.
 """
 
 from __future__ import annotations
@@ -9,58 +11,154 @@ import gc
 import logging
 import signal
 import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.errors import OrchestratorError, Unavailable
+from orchestrator.identity import instance_id, node_id
+from orchestrator.jobs import DEFAULT_LANE
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
+from orchestrator.store import crews
+from orchestrator.store.crews import Order
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
+from worker.doorbell import Listener
+from worker.post import Post
+from worker.service import Service
 from worker.session import Session
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 log = logging.getLogger(__name__)
 
-#: Seconds between tries to begin a session while a server is away.
-RETRY_EVERY_S = 1.0
+
+class Duty(NamedTuple):
+    """A post that should be manned; with `leave_s`, it should be left, its jobs may end within so many seconds."""
+
+    post: Post
+    leave_s: float | None = None
+    #: Only those who serve it already know what it is.
+    outdated: bool = False
 
 
 class Supervisor:
-    """Runs sessions until stopped; survives servers that are away."""
+    """Runs posts until stopped; survives servers that are away."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._id = instance_id()
+        self._node_id = node_id(settings)
         self._stop = threading.Event()
-        self._session: Session | None = None
+        self._wake = threading.Event()
         self._db = Database(settings)
         self._hub = Hub(settings)
         self._publisher = Publisher(self._db, self._hub, settings)
+        self._bell = Listener(self._hub.doorbell(), settings, self._wake.set)
+        self._services: dict[tuple[str, int], Service] = {}
+        #: What should run, by the last answer of the database.
+        self._duties = [Duty(Post(settings.worker_pool or DEFAULT_LANE, settings.worker_slots))]
+        self._has_node = False
 
     def stop(self) -> None:
         self._stop.set()
-        if self._session is not None:
-            self._session.over.set()
+        self._wake.set()
 
     def run(self) -> None:
         self._publisher.start()
+        self._bell.start()
         while not self._stop.is_set():
-            self._session = Session(self._settings, self._db, self._hub, self._publisher)
-            try:
-                self._run_session(self._session)
-            except Unavailable as away:
-                log.warning("worker waits for its servers", extra={"error": str(away)})
-                self._session.abandon()
-                self._stop.wait(RETRY_EVERY_S)
+            self._look()
+            self._converge()
+            self._wake.wait(self._settings.reconcile_interval_s)
+            self._wake.clear()
+        self._leave()
+        self._bell.close()
         self._publisher.close()
         self._hub.close()
         self._db.close()
 
-    def _run_session(self, session: Session) -> None:
-        session.begin()
-        while not (session.over.wait(1.0) or self._stop.is_set()):
-            pass
-        if session.lost:
-            session.abandon()
-        else:
-            session.end()
+    # ── what should be ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look(self) -> None:
+        """Without an answer, what should be is what should have been."""
+        try:
+            self._duties = self._db.write(self._read)
+        except Unavailable as away:
+            log.warning("orders unknown", extra={"error": str(away)})
+        except Exception:
+            log.exception("orders unreadable")  # the node must not lose its jobs to a bug in reading orders
+
+    def _read(self, conn: Connection) -> list[Duty]:
+        lane = self._settings.worker_pool
+        duties = [self._own(conn, lane)] if lane else [Duty(self._own_post()), *self._assigned(conn)]
+        leave_s = crews.node_leave_s(conn, self._node_id)
+        return duties if leave_s is None else [_sooner(duty, leave_s) for duty in duties]
+
+    def _own_post(self) -> Post:
+        return Post(self._settings.worker_pool or DEFAULT_LANE, self._settings.worker_slots)
+
+    def _own(self, conn: Connection, pool_id: str) -> Duty:
+        order = crews.order_for(conn, pool_id)
+        return Duty(Post.of(order, self._settings.worker_slots), order.leave_s) if order else Duty(self._own_post())
+
+    def _assigned(self, conn: Connection) -> list[Duty]:
+        types = self._types()
+        timeout_s = self._settings.worker_timeout_s
+        # Before its handlers are known nobody can tell whether a pool may run here.
+        if not types or not crews.take_node(conn, self._node_id, self._id, types, timeout_s):
+            return []
+        self._has_node = True
+        return [_duty(order) for order in crews.orders(conn, self._node_id)]
+
+    def _types(self) -> tuple[str, ...]:
+        return next((service.types for service in self._services.values() if service.types), ())
+
+    # ── what is ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _converge(self) -> None:
+        self._services = {key: service for key, service in self._services.items() if not service.over.is_set()}
+        wanted = {duty.post.key: duty for duty in self._duties}
+        for key, service in self._services.items():
+            duty = wanted.get(key)
+            if duty is None:
+                service.leave(self._settings.pool_drain_s)
+            elif duty.leave_s is not None:
+                service.leave(duty.leave_s)
+            else:
+                service.resize(duty.post.slots)
+        for key, duty in wanted.items():
+            if key not in self._services and duty.leave_s is None and not duty.outdated and duty.post.slots:
+                self._services[key] = service = Service(duty.post, self._new_session)
+                service.start()
+
+    def _new_session(self, post: Post) -> Session:
+        return Session(self._settings, self._db, self._hub, self._publisher, post)
+
+    def _leave(self) -> None:
+        """All posts at once: each has its own jobs to wait for."""
+        for service in self._services.values():
+            service.leave(self._settings.worker_grace_s)
+        patience_s = self._settings.worker_grace_s + 4 * self._settings.db_timeout_s
+        deadline = time.monotonic() + patience_s
+        late = [s for s in self._services.values() if not s.join(max(deadline - time.monotonic(), 0.0))]
+        if late:
+            log.error("left without waiting longer", extra={"posts": len(late)})
+        if self._has_node:
+            try:
+                self._db.write(lambda conn: crews.leave_node(conn, self._node_id, self._id))
+                self._hub.ask_for_pools(self._node_id)
+            except Unavailable as away:
+                log.warning("left without a word", extra={"error": str(away)})
+
+
+def _duty(order: Order) -> Duty:
+    return Duty(Post.of(order, order.workers * order.slots), order.leave_s, order.outdated)
+
+
+def _sooner(duty: Duty, leave_s: float) -> Duty:
+    return duty._replace(leave_s=leave_s if duty.leave_s is None else min(duty.leave_s, leave_s))
 
 
 def run(settings: Settings) -> int:

@@ -14,6 +14,7 @@ from functools import partial
 from orchestrator import jobs as job_rules
 from orchestrator.errors import RedisUnavailable, UnknownDuty
 from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
+from orchestrator.leader.reconcile import reconcile_pools
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
@@ -165,6 +166,14 @@ def _forget_consumers(context: DutyContext, lane: Lane) -> None:
             lane.forget_consumer(consumer)
 
 
+def reconcile(context: DutyContext) -> int:
+    """Compare every pool with its workers and write what each node should run; nodes hear of it by the doorbell."""
+    changed = reconcile_pools(context.term, context.settings)
+    if changed:
+        context.hub.ring("pools")
+    return len(changed)
+
+
 def expire(context: DutyContext) -> int:
     """End jobs whose deadline passed while they waited."""
     return context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
@@ -193,6 +202,7 @@ DUTIES = (
     Duty("repair", lambda settings: settings.republish_after_s / 2, repair),
     Duty("reclaim", lambda settings: settings.reclaim_interval_s, reclaim),
     Duty("purge_leases", lambda settings: settings.purge_interval_s, purge_leases),
+    Duty("reconcile", lambda settings: settings.reconcile_interval_s, reconcile),
     Duty("expire", lambda settings: settings.publish_interval_s, expire),
     Duty("dead_letters", lambda settings: settings.publish_interval_s, tell_dead_letters),
 )

@@ -1,4 +1,4 @@
-"""The leader's two threads: one keeps the term, the other does the duties while the term lasts.
+"""The leader's threads: one keeps the term, one does the duties while it lasts, one hears who wants them done now.
 
 They are apart so that a slow duty cannot cost the term, and a lost term stops the duties at their next write.
 """
@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from orchestrator.errors import OrchestratorError, StaleEpoch
+from orchestrator.errors import OrchestratorError, RedisUnavailable, StaleEpoch
 from orchestrator.leader.duties import BATCH, DUTIES, Duty, DutyContext
 from orchestrator.leader.term import Candidate, Term
 from orchestrator.publisher import Publisher
@@ -39,9 +39,12 @@ class LeaderLoop:
         self._candidate = Candidate(db, settings, holder)
         self._stop = threading.Event()
         self._context: DutyContext | None = None
+        self._hurried: set[str] = set()
+        self._preloads = hub.preloads()
         self._threads = [
             threading.Thread(target=self._keep_term, name="leader-term", daemon=True),
             threading.Thread(target=self._do_duties, name="leader-duties", daemon=True),
+            threading.Thread(target=self._hear_requests, name="leader-preloads", daemon=True),
         ]
 
     @property
@@ -51,6 +54,11 @@ class LeaderLoop:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
+
+    def hurry(self, duty: str) -> bool:
+        """Do this duty at the next tick instead of when it is due; False when this instance does not lead."""
+        self._hurried.add(duty)
+        return self.term is not None
 
     def close(self) -> None:
         """Stop the duties, then resign."""
@@ -74,10 +82,26 @@ class LeaderLoop:
         while not self._stop.wait(DUTY_TICK_S):
             context = self._current_context()
             for item in due:
-                if context is not None and time.monotonic() >= item.at:
+                if context is not None and (time.monotonic() >= item.at or item.duty.name in self._hurried):
+                    self._hurried.discard(item.duty.name)
                     did = self._run(item.duty, context)
                     pause = 0.0 if did >= BATCH else item.duty.interval_s(self._settings)
                     item.at = time.monotonic() + pause
+
+    def _hear_requests(self) -> None:
+        """Reconcile when somebody asks for it, not only on time. Whoever does not lead leaves the requests alone."""
+        while not self._stop.is_set():
+            if self.term is None:
+                self._stop.wait(self._settings.leader_interval_s)
+                continue
+            try:
+                if self._preloads.take(self._candidate.holder, self._settings.redis_block_ms):
+                    self.hurry("reconcile")
+            except RedisUnavailable:
+                self._stop.wait(self._settings.reconcile_interval_s)  # the timer does it meanwhile
+            except Exception:
+                log.exception("requests for pools broke")
+                self._stop.wait(self._settings.reconcile_interval_s)
 
     def _current_context(self) -> DutyContext | None:
         """One context per term: cursors of an earlier term mean nothing."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select
 
 from orchestrator import jobs as job_rules
-from orchestrator.jobs import Queued, RetryPolicy, Status
+from orchestrator.jobs import DEFAULT_LANE, Queued, RetryPolicy, Status
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
 from orchestrator.placement import Cluster, GpuView, Placed, Reason, reservation
-from orchestrator.store import audit, gpus, grants, nodes, ownership, residency, withdraw
+from orchestrator.store import audit, gpus, grants, nodes, outbox, ownership, pools, residency, withdraw
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
@@ -145,6 +145,9 @@ def claim_jobs(
     enough).
     """
     job_ids = list(dict.fromkeys(job_ids))  # a job announced again may be delivered twice in one read
+    if by.pool_id != DEFAULT_LANE and (closed := pools.closed_to_claims(conn, by.pool_id)):
+        outbox.unpublish(conn, job_ids)
+        return dict.fromkeys(job_ids, NotClaimed(f"pool {by.pool_id} is {closed}"))
     offered = _offered(conn, job_ids)
     answers: dict[str, Claim | NotClaimed] = {}
     if others := [job_id for job_id in job_ids if job_id not in offered]:
@@ -154,7 +157,7 @@ def claim_jobs(
         if memory_for(job.type) is None:
             _defer(conn, job, f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
             answers[job.job_id] = NotClaimed("no_handler")
-    free = [job for job in offered.values() if job.job_id not in answers]
+    free = [_for_pool(job, by) for job in offered.values() if job.job_id not in answers]
     requests = {job.job_id: request for job in free if (request := _request(by, job, memory_for))}
     granted: dict[str, Granted | Denied] = dict(_under_warm_models(conn, by, free, requests, warm))
     granted |= _lease_all(conn, by, [request for key, request in requests.items() if key not in granted], blank)
@@ -165,6 +168,10 @@ def claim_jobs(
             answers[job.job_id] = NotClaimed(lease.reason, evicting=lease.evicting)
     _take_ownership(conn, by, [job for job in free if job.job_id not in answers], granted, answers)
     return answers
+
+
+def _for_pool(job: _Offered, by: Claimant) -> _Offered:
+    return job if job.model_id or not by.model_id else job._replace(model_id=by.model_id)
 
 
 def _why_not(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -17,6 +17,7 @@ from orchestrator.leases import (
     LeaseRequest,
     Terms,
     lease_name,
+    model_lease_key,
     new_token,
 )
 from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refused
@@ -61,15 +62,31 @@ def grant_cpu(conn: Connection, requests: Sequence[LeaseRequest], node_id: str) 
 
 def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
     """Answer requests from outside in one transaction of their own, with their audit rows."""
+    return _grant_anew(db, requests, terms, lambda request: replace(request, token=new_token()))
+
+
+def grant_model(db: Database, request: LeaseRequest, terms: Terms) -> Granted | Denied:
+    """A lease for a model that a slot loads before any job asks for it, on the slot's node."""
+    rename = lambda one: replace(one, model_key=model_lease_key(one.slot or ""))  # noqa: E731 - as short as its twin
+    return _grant_anew(db, [request], terms, rename, request.node_id)[0]
+
+
+def _grant_anew(
+    db: Database,
+    requests: Sequence[LeaseRequest],
+    terms: Terms,
+    rename: Callable[[LeaseRequest], LeaseRequest],
+    node_id: str | None = None,
+) -> list[Granted | Denied]:
     tried: list[str] = []
 
     def work(conn: Connection) -> list[Granted | Denied]:
         # Run again: what was granted before may have been committed, its answer lost. It must not stand in the way of
         # its own repetition, nor stay, since nobody knows it.
-        wanted = [replace(request, token=new_token()) for request in requests] if tried else requests
+        wanted = [rename(request) for request in requests] if tried else requests
         leases.free(conn, tried)
         tried.extend(request.key for request in wanted)
-        answers = grant(conn, wanted, terms)
+        answers = grant(conn, wanted, terms, node_id)
         audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
         return answers
 

@@ -40,7 +40,7 @@ def insert(conn: Connection, granted: Sequence[Granted]) -> None:
     insert_rows(conn, lease_gpus, shares)
 
 
-_DEFAULTS = {"mode": "gpu", "host_cpu_milli": 0, "host_memory_mb": 0}
+_DEFAULTS = {"mode": "gpu", "host_cpu_milli": 0, "host_memory_mb": 0, "resident": False, "pinned": False}
 
 
 def _row(lease: Granted) -> dict[str, Any]:
@@ -56,6 +56,10 @@ def _row(lease: Granted) -> dict[str, Any]:
         "worker_id": request.worker_id,
         "pid": request.pid,
         "model_id": request.model_id,
+        "resident": request.model_key is not None,
+        "slot": request.slot,
+        "job_type": request.job_type,
+        "pinned": request.pinned,
         "host_cpu_milli": request.host_cpu_milli if lease.gpus else 0,
         "host_memory_mb": request.host_memory_mb if lease.gpus else 0,
         "ttl_seconds": request.ttl_s,

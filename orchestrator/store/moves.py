@@ -44,6 +44,8 @@ class Claimant:
     pool_id: str
     lease_ttl_s: float = 0.0
     terms: Terms = field(default_factory=lambda: Terms(0.0))
+    #: The model of its pool: that of jobs which name none.
+    model_id: str | None = None
 
     @property
     def owner(self) -> str | None:

@@ -27,6 +27,8 @@ class Worker:
     pid: int
     slots: int
     types: tuple[str, ...]
+    #: Which change of its pool it serves; 0 without a pool.
+    revision: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def register(conn: Connection, worker: Worker, host: Host) -> None:
             "hostname": worker.hostname,
             "pid": worker.pid,
             "slots": worker.slots,
+            "revision": worker.revision,
             "types": json.dumps(sorted(worker.types)),
         },
     )
@@ -73,6 +76,14 @@ class Beat:
     held: tuple[str, ...] = ()
     #: The leases of the warm models in memory.
     resident: tuple[str, ...] = ()
+    #: Slots there are, and those that can take jobs; None: as many as it registered with.
+    slots: int | None = None
+    ready: int = 0
+    #: Why it cannot do what it should; `blocked` when it only waits for GPU memory.
+    trouble: str | None = None
+    blocked: bool = False
+    #: Seconds that its model took to load, on average.
+    load_seconds: float | None = None
 
 
 def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
@@ -89,6 +100,11 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
             jobs_done=beat.done,
             jobs_failed=beat.failed,
             status="draining" if beat.draining else "active",
+            slots=worker.slots if beat.slots is None else beat.slots,
+            ready=beat.ready,
+            trouble=beat.trouble and beat.trouble[:255],
+            blocked=beat.blocked,
+            load_seconds=beat.load_seconds,
         )
     )
     if alive.rowcount != 1:

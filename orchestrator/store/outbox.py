@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from orchestrator.jobs import Queued, Ready
+from orchestrator.store import pools
 from orchestrator.store.dialect import utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs, lanes, workers
@@ -88,8 +89,10 @@ def known_lanes(conn: Connection) -> list[str]:
     return list(conn.execute(select(lanes.c.lane).order_by(lanes.c.lane)).scalars())
 
 
-def live_slots(conn: Connection, lane: str) -> int:
-    """Slots of the workers that read this lane."""
+def live_slots(conn: Connection, lane: str) -> int | None:
+    """Slots of the workers that read this lane; None when its pool takes no jobs."""
+    if not pools.takes_jobs(conn, lane):
+        return None
     total = conn.execute(
         select(func.sum(workers.c.slots)).where(workers.c.pool_id == lane, workers.c.status == "active")
     ).scalar()

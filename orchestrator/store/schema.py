@@ -8,7 +8,7 @@
 | dead_letters | a job that is given up, until it is redriven or purged | workers, leader, operators |
 | orchestrator_leases, lease_gpus | a reservation of GPU memory, and its share on each GPU | claim, API, leader |
 | nodes, gpus, workers | what is alive, and what it has | supervisors |
-| worker_pools | a pool's desired state | nobody yet: pools follow |
+| worker_pools, pool_assignments | what a pool should be; how many workers each node runs | operators, leader |
 | leadership | who leads, under which epoch | leader |
 | concurrency_caps, policies | limits | nobody yet: they follow with admission |
 | orchestrator_audit | one thing that happened | every transaction |
@@ -32,11 +32,11 @@ from sqlalchemy import (
 )
 
 from orchestrator.jobs import Status
+from orchestrator.pools import PoolState
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
 
 metadata = MetaData()
 
-POOL_STATES = ("starting", "running", "draining", "stopped", "evicted")
 WORKER_STATES = ("active", "draining", "stopped", "lost")
 #: Workers that send heartbeats.
 LIVE_WORKERS = WORKER_STATES[:2]
@@ -225,6 +225,12 @@ nodes = Table(
     Column("leased_memory_mb", Integer, nullable=False, server_default="0"),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
+    # The one process here that runs the node's share of the pools, when it last said so, and its handlers' types.
+    Column("supervisor_id", String(128)),
+    Column("supervisor_seen_at", UtcDateTime),
+    Column("supervisor_types", LongText),
+    # Somebody wants the node empty: its running jobs may end until then. NULL: it takes jobs.
+    Column("drain_until", UtcDateTime),
     **TABLE_OPTIONS,
 )
 
@@ -269,6 +275,12 @@ workers = Table(
     Column("pid", Integer, nullable=False),
     Column("slots", Integer, nullable=False),
     Column("busy", Integer, nullable=False, server_default="0"),
+    # Slots whose model is loaded; which change of its pool it serves; why it cannot do what it should.
+    Column("ready", Integer, nullable=False, server_default="0"),
+    Column("revision", Integer, nullable=False, server_default="0"),
+    Column("blocked", Boolean, nullable=False, server_default="0"),
+    Column("trouble", String(255)),
+    Column("load_seconds", Float),
     *_json("types", "workers", nullable=False),
     Column("status", String(16), nullable=False, server_default="active"),
     Column("jobs_done", BigInteger, nullable=False, server_default="0"),
@@ -293,10 +305,36 @@ worker_pools = Table(
     Column("spawned_workers", Integer, nullable=False, server_default="0"),
     Column("started_at", UtcDateTime),
     Column("last_heartbeat", UtcDateTime),
-    Column("status", String(16), nullable=False, server_default="starting"),
+    Column("status", String(16), nullable=False, server_default=PoolState.STARTING),
+    Column("status_reason", String(255)),
     Column("hold_seconds", Integer, nullable=False, server_default="600"),
     *_json("metadata", "pools"),
-    _one_of("status", POOL_STATES, "pools"),
+    Column("type", String(64)),
+    Column("min_workers", Integer, nullable=False, server_default="0"),
+    Column("max_workers", Integer),
+    Column("slots", Integer, nullable=False, server_default="1"),
+    Column("min_memory_mb", Integer),
+    Column("gpu_count", Integer, nullable=False, server_default="1"),
+    Column("autosize", Boolean, nullable=False, server_default="0"),
+    Column("provider", String(16), nullable=False, server_default="local"),
+    # Grows with every change of the model; workers say which one they serve.
+    Column("revision", Integer, nullable=False, server_default="1"),
+    # When it last had a job, and until when its running jobs may end while it drains.
+    Column("active_at", UtcDateTime, nullable=False, server_default=utc_now()),
+    Column("drain_until", UtcDateTime),
+    _created(),
+    _one_of("status", tuple(PoolState), "pools"),
+    **TABLE_OPTIONS,
+)
+
+pool_assignments = Table(
+    "pool_assignments",
+    metadata,
+    Column("pool_id", String(128), primary_key=True),
+    Column("node_id", String(128), primary_key=True),
+    Column("revision", Integer, primary_key=True, autoincrement=False),
+    Column("workers", Integer, nullable=False),
+    Index("ix_assignments_node", "node_id"),
     **TABLE_OPTIONS,
 )
 

@@ -1,4 +1,4 @@
-"""One process's door to Redis: lanes, the doorbell, dead letters, and the health of the server."""
+"""One process's door to Redis: lanes, the doorbells, dead letters, and the health of the server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
 from orchestrator.stream.doorbell import Doorbell
 from orchestrator.stream.lane import Lane, LaneReader
+from orchestrator.stream.preloads import Preloads
 
 #: Dead letters kept in the stream; the rows keep them all.
 DLQ_LENGTH = 100_000
@@ -43,6 +44,14 @@ class Hub:
     def doorbell(self) -> Doorbell:
         """For one who listens, on a connection of its own: listening blocks."""
         return Doorbell(connect(self._settings), self._settings)
+
+    def ask_for_pools(self, what: str) -> None:
+        """Make the leader look at the pools now."""
+        Preloads(self._client, self._settings).ask(what)
+
+    def preloads(self) -> Preloads:
+        """For the leader, on a connection of its own: listening blocks."""
+        return Preloads(connect(self._settings), self._settings)
 
     def bury(self, letters: Sequence[DeadLetter]) -> list[str]:
         """Tell whoever watches the dead-letter stream; the id of each letter's entry."""

@@ -1,0 +1,256 @@
+"""How many workers of each pool every node should run: a pure plan over one look at pools, nodes and workers.
+
+The plan is level-triggered: it says what should be, not what to do, and from any state repeated plans reach one that
+changes nothing. Nodes converge to it by themselves, in any order; whatever dies meanwhile is missing in the next look.
+
+1. How many workers a pool should have now (`wanted`).
+2. Those that are where they should be stay: a warm worker is worth more than a better place for it.
+3. The missing go where there is room, and where few workers of the pool are.
+4. After a change of the model, old workers leave as new ones become ready, and no sooner, unless they hold the very
+   memory that the new ones wait for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.placement import Ask, Cluster, Placed
+from orchestrator.pools import CHILL, OPEN, STOP, WARM, PoolArrow, PoolState
+
+#: Seconds after which it is written down again that a pool is in use, at most.
+MAX_UNNOTED_S = 10.0
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node whose supervisor runs pools. `open`: it lives, and nobody drains it. `types`: what it has handlers for."""
+
+    node_id: str
+    open: bool = True
+    types: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The live worker of a pool's revision on one node. `blocked`: its slots wait for GPU memory."""
+
+    worker_id: str
+    node_id: str
+    revision: int
+    slots: int
+    busy: int = 0
+    #: Slots that are loaded, whether they run a job or not.
+    ready: int = 0
+    trouble: str | None = None
+    blocked: bool = False
+
+
+#: (node, revision) → workers.
+Assignments = dict[tuple[str, int], int]
+
+
+@dataclass(frozen=True)
+class PoolView:
+    pool_id: str
+    state: PoolState
+    revision: int
+    desired: int
+    minimum: int
+    slots: int
+    hold_s: float
+    provider: str = "local"
+    type: str | None = None
+    memory_mb: int = 0
+    gpu_count: int = 1
+    #: Seconds since it last had a job, or was created or changed; and whether it has one now.
+    idle_s: float = 0.0
+    in_demand: bool = False
+    assigned: Assignments = field(default_factory=dict)
+    crews: tuple[Crew, ...] = ()
+    spawned: int = 0
+    reason: str | None = None
+
+    @property
+    def ready(self) -> int:
+        """Workers of any revision that can take jobs."""
+        return sum(crew.ready for crew in self.crews) // self.slots
+
+    def ready_of(self, revision: int) -> int:
+        return sum(crew.ready for crew in self.crews if crew.revision == revision) // self.slots
+
+    @property
+    def in_use(self) -> bool:
+        return self.in_demand or any(crew.busy for crew in self.crews)
+
+    @property
+    def ask(self) -> Ask:
+        return Ask(self.memory_mb, self.gpu_count, key=self.pool_id)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What should be. `arrow` is the state that the pool has reached, None when it stays."""
+
+    pool_id: str
+    workers: int
+    assigned: Assignments
+    spawned: int
+    arrow: PoolArrow | None = None
+    reason: str | None = None
+
+    def changes(self, pool: PoolView) -> bool:
+        """Whether this is anything that nodes or people should hear of."""
+        same = (self.assigned, self.spawned, self.reason) == (pool.assigned, pool.spawned, pool.reason)
+        return not same or self.arrow is not None
+
+    def is_due(self, pool: PoolView) -> bool:
+        """Whether anything must be written: changes, or that a pool in use was so once more."""
+        return self.changes(pool) or (pool.in_use and pool.idle_s >= min(pool.hold_s / 10, MAX_UNNOTED_S))
+
+
+def plan(
+    pools: Sequence[PoolView], nodes: Sequence[NodeView], cluster: Cluster, sizes: Mapping[str, int] | None = None
+) -> list[Plan]:
+    """A plan for each pool, in their order. `sizes` says how many workers pools that size themselves should have."""
+    load = Counter({node.node_id: 0 for node in nodes})
+    for pool in pools:
+        for (node_id, _), count in pool.assigned.items():
+            load[node_id] += count
+    _count_what_is_coming(pools, cluster)
+    return [_plan(pool, nodes, cluster, load, (sizes or {}).get(pool.pool_id)) for pool in pools]
+
+
+def _count_what_is_coming(pools: Sequence[PoolView], cluster: Cluster) -> None:
+    """Workers that are assigned and have no lease yet will take memory that still looks free."""
+    for pool in pools:
+        if not pool.memory_mb or pool.state not in OPEN:
+            continue
+        for (node_id, revision), count in pool.assigned.items():
+            here = sum(crew.ready for crew in pool.crews if (crew.node_id, crew.revision) == (node_id, revision))
+            for _ in range(max(count * pool.slots - here, 0)):
+                _take(cluster, pool.ask._replace(node_id=node_id))
+
+
+def _take(cluster: Cluster, ask: Ask) -> bool:
+    choice = cluster.place(ask)
+    if isinstance(choice, Placed):
+        cluster.take(ask, choice)
+    return isinstance(choice, Placed)
+
+
+def wanted(pool: PoolView) -> int:
+    """Workers that the pool should have: all it is to have while it is in use, the least when it was idle too long."""
+    if pool.state not in OPEN:
+        return 0
+    return pool.desired if pool.in_use or pool.idle_s < pool.hold_s else pool.minimum
+
+
+def _plan(pool: PoolView, nodes: Sequence[NodeView], cluster: Cluster, load: Counter[str], size: int | None) -> Plan:
+    workers = wanted(pool) if size is None or pool.state not in OPEN else size
+    assigned, lacking = _assign(pool, workers, nodes, cluster, load)
+    arrow = _arrow(pool, workers)
+    reason = _reason(pool, workers, lacking, nodes)
+    return Plan(pool.pool_id, workers, assigned, pool.ready, arrow, reason)
+
+
+def _assign(
+    pool: PoolView, workers: int, nodes: Sequence[NodeView], cluster: Cluster, load: Counter[str]
+) -> tuple[Assignments, int]:
+    """Where its workers should be, and how many found no node."""
+    if pool.provider != "local":
+        return {}, 0
+    if pool.state not in OPEN:
+        # Their supervisors read from the pool's row that they must leave, and how soon.
+        return (pool.assigned if pool.crews else {}), 0
+    able = [node for node in nodes if node.open and (pool.type is None or pool.type in node.types)]
+    current, lacking = _spread(pool, workers, able, cluster, load)
+    return current | _outgoing(pool, workers, {node.node_id for node in able}), lacking
+
+
+def _spread(
+    pool: PoolView, workers: int, able: Sequence[NodeView], cluster: Cluster, load: Counter[str]
+) -> tuple[Assignments, int]:
+    """Keep what is there, take away what is too much, and find places for the rest."""
+    names = {node.node_id for node in able}
+    counts = Counter({n: c for (n, revision), c in pool.assigned.items() if revision == pool.revision and n in names})
+    while counts.total() > workers:
+        counts[_least_useful(pool, counts)] -= 1
+    for node_id in [crew.node_id for crew in pool.crews if crew.blocked and crew.revision == pool.revision]:
+        if counts[node_id] and not _ready_at(pool, node_id) and _room_elsewhere(pool, node_id, names, cluster):
+            counts[node_id] -= 1  # it waits for memory there, and would not elsewhere
+    while counts.total() < workers and names:
+        chosen = _place(pool, names, counts, cluster, load)
+        counts[chosen] += 1
+        load[chosen] += 1
+    assigned = {(node_id, pool.revision): count for node_id, count in counts.items() if count}
+    return assigned, workers - counts.total()
+
+
+def _least_useful(pool: PoolView, counts: Counter[str]) -> str:
+    """The node from which a worker is missed least: not ready before ready, idle before busy, the fuller one."""
+    busy = Counter({crew.node_id: crew.busy for crew in pool.crews if crew.revision == pool.revision})
+    some = [node_id for node_id, count in counts.items() if count]
+    return min(some, key=lambda n: (_ready_at(pool, n) >= counts[n] * pool.slots, busy[n] / counts[n], -counts[n], n))
+
+
+def _ready_at(pool: PoolView, node_id: str) -> int:
+    return sum(crew.ready for crew in pool.crews if (crew.node_id, crew.revision) == (node_id, pool.revision))
+
+
+def _room_elsewhere(pool: PoolView, node_id: str, names: set[str], cluster: Cluster) -> bool:
+    others = sorted(names - {node_id})
+    return any(isinstance(cluster.place(pool.ask._replace(node_id=other)), Placed) for other in others)
+
+
+def _place(pool: PoolView, names: set[str], counts: Counter[str], cluster: Cluster, load: Counter[str]) -> str:
+    """Where there is room, else where it may be made; then where few of the pool's workers are, and few at all."""
+    by_load = sorted(names, key=lambda node_id: (counts[node_id], load[node_id], node_id))
+    for node_id in by_load if pool.memory_mb else ():
+        if _take(cluster, pool.ask._replace(node_id=node_id)):
+            return node_id
+    return by_load[0]
+
+
+def _outgoing(pool: PoolView, workers: int, names: set[str]) -> Assignments:
+    """What stays of older revisions: as much as the new one lacks. They leave node by node, the emptiest first."""
+    old = {place: count for place, count in pool.assigned.items() if place[1] != pool.revision and place[0] in names}
+    blocked = any(crew.blocked for crew in pool.crews if crew.revision == pool.revision)
+    allowed = max(workers - pool.ready_of(pool.revision) - blocked, 0)
+    for place in sorted(old, key=lambda place: (place[1], old[place], place[0])):
+        surplus = max(sum(old.values()) - allowed, 0)
+        old[place] -= min(old[place], surplus)
+    return {place: count for place, count in old.items() if count}
+
+
+def _arrow(pool: PoolView, workers: int) -> PoolArrow | None:
+    if pool.state is PoolState.DRAINING and not pool.crews:
+        return STOP
+    if pool.state is PoolState.STARTING and (pool.ready or not workers):
+        return WARM
+    if pool.state is PoolState.RUNNING and workers and not pool.ready:
+        return CHILL
+    return None
+
+
+def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView]) -> str | None:
+    """What an operator should know about why the pool is not as it was asked for."""
+    if pool.state is PoolState.DRAINING and pool.crews:
+        return f"{len(pool.crews)} workers have not left yet"
+    if pool.state not in OPEN:
+        return None
+    if lacking:
+        return _no_node(pool, nodes)
+    trouble = sorted({crew.trouble for crew in pool.crews if crew.trouble})
+    if trouble:
+        return trouble[0][:255]
+    if pool.ready < workers:
+        return f"{pool.ready} of {workers} workers are ready"
+    return None if workers else "idle; the next job starts it" if pool.desired else "no workers are wanted"
+
+
+def _no_node(pool: PoolView, nodes: Sequence[NodeView]) -> str:
+    if not any(node.open for node in nodes):
+        return "no node runs pools: start `gpuorch worker` somewhere"
+    return f"no node has a handler for type {pool.type!r}"

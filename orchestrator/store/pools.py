@@ -1,0 +1,250 @@
+"""Pools as rows: what operators ask for, and the one way to change a pool's status.
+
+Every change is guarded by the status it may leave and writes its audit row in the same transaction.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import Connection, Row, case, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from orchestrator import pools as rules
+from orchestrator.errors import InvalidInput, PoolBusy, PoolClosed, PoolExists, PoolNotFound
+from orchestrator.jobs import DEFAULT_LANE, OWNED
+from orchestrator.pools import CLOSED, OPEN, PoolArrow, PoolChange, PoolSpec, PoolState
+from orchestrator.store import audit
+from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
+from orchestrator.store.schema import LIVE_WORKERS, jobs, pool_assignments, worker_pools, workers
+
+_SPEC = tuple(name for name in PoolSpec.model_fields if name != "metadata")
+
+
+def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[str, bool]:
+    """A new pool, or one that was closed and begins anew; its id, and whether anything changed.
+
+    Asking again for what is there is fine. Raises PoolExists for other content, PoolClosed while it drains.
+    """
+    if spec.pool_id == DEFAULT_LANE:
+        raise InvalidInput(f"pool_id: {DEFAULT_LANE!r} is the lane of jobs without a pool", "pool_id")
+    pool_id = spec.pool_id or f"pool-{secrets.token_hex(6)}"
+    row = lock(conn, pool_id)
+    if row is None:
+        try:
+            with conn.begin_nested():
+                conn.execute(insert(worker_pools), {**_columns(spec), "pool_id": pool_id})
+        except IntegrityError:  # somebody was quicker
+            return create(conn, spec, actor)
+        _tell(conn, rules.CREATE.event, pool_id, actor, spec.model_dump(exclude_defaults=True))
+        return pool_id, True
+    state = PoolState(row.status)
+    if state is PoolState.DRAINING:
+        raise PoolClosed(pool_id, state)
+    if state in OPEN:
+        if spec.model_copy(update={"pool_id": pool_id}) != _spec(row):
+            raise PoolExists(pool_id)
+        return pool_id, False
+    _begin_anew(conn, row, spec, actor)
+    return pool_id, True
+
+
+def _begin_anew(conn: Connection, row: Row[Any], spec: PoolSpec, actor: str | None) -> None:
+    values = {**_columns(spec), "pool_id": row.pool_id, "revision": row.revision + 1, "active_at": utc_now()}
+    move(conn, rules.CREATE, row.pool_id, actor, drain_until=None, started_at=None, status_reason=None, **values)
+
+
+def change(conn: Connection, pool_id: str, wish: PoolChange, actor: str | None = None) -> None:
+    """Scale it, or swap its model: then its revision grows, and workers of the new one take over from the old.
+
+    Raises PoolNotFound, PoolClosed, or InvalidInput when the whole makes no sense.
+    """
+    row = _known(conn, pool_id)
+    if row.status not in OPEN:
+        raise PoolClosed(pool_id, row.status)
+    before = _spec(row)
+    try:
+        after = before.changed(wish.given)
+    except ValidationError as wrong:
+        raise InvalidInput(wrong.errors()[0]["msg"]) from None
+    changed = {name for name in PoolSpec.model_fields if getattr(before, name) != getattr(after, name)}
+    if not changed:
+        return
+    swapped = 1 if changed & rules.SWAPPED else 0
+    conn.execute(
+        update(worker_pools)
+        .where(worker_pools.c.pool_id == pool_id)
+        .values(**_columns(after), revision=row.revision + swapped, active_at=utc_now())
+    )
+    details = {name: [getattr(before, name), getattr(after, name)] for name in sorted(changed)}
+    _tell(conn, "pool.swapped" if swapped else "pool.changed", pool_id, actor, details)
+
+
+def drain(conn: Connection, pool_id: str, timeout_s: float, actor: str | None = None) -> PoolState:
+    """Take no new jobs; those that run may end within `timeout_s`. Asking again sets that time anew."""
+    row = _known(conn, pool_id)
+    state = PoolState(row.status)
+    if state in CLOSED:
+        return state
+    if state is PoolState.DRAINING:
+        deadline = update(worker_pools).where(worker_pools.c.pool_id == pool_id)
+        conn.execute(deadline.values(drain_until=utc_shift(timeout_s)))
+        return state
+    move(conn, rules.DRAIN, pool_id, actor, {"timeout_seconds": timeout_s}, drain_until=utc_shift(timeout_s))
+    return PoolState.DRAINING
+
+
+def evict(conn: Connection, pool_id: str, actor: str | None = None) -> PoolState:
+    """End it now: what runs is handed back."""
+    row = _known(conn, pool_id)
+    if row.status not in CLOSED:
+        move(conn, rules.EVICT, pool_id, actor, drain_until=utc_now())
+        return PoolState.EVICTED
+    return PoolState(row.status)
+
+
+def forget(conn: Connection, pool_id: str, actor: str | None = None) -> None:
+    """Delete a closed pool. Raises PoolBusy while it is open or has workers."""
+    row = _known(conn, pool_id)
+    if row.status not in CLOSED or _live(conn, pool_id):
+        raise PoolBusy(pool_id, row.status)
+    conn.execute(delete(pool_assignments).where(pool_assignments.c.pool_id == pool_id))
+    conn.execute(delete(worker_pools).where(worker_pools.c.pool_id == pool_id))
+    _tell(conn, "pool.deleted", pool_id, actor)
+
+
+def move(
+    conn: Connection,
+    arrow: PoolArrow,
+    pool_id: str,
+    actor: str | None = None,
+    details: dict[str, Any] | None = None,
+    **values: Any,
+) -> bool:
+    """Along one arrow, if the pool is where it starts; whether it was."""
+    moved = conn.execute(
+        update(worker_pools)
+        .where(worker_pools.c.pool_id == pool_id, worker_pools.c.status.in_(sorted(arrow.source)))
+        .values(status=arrow.target, **values)
+    )
+    if moved.rowcount:
+        _tell(conn, arrow.event, pool_id, actor, details)
+    return moved.rowcount == 1
+
+
+def lock(conn: Connection, pool_id: str) -> Row[Any] | None:
+    return conn.execute(select(worker_pools).where(worker_pools.c.pool_id == pool_id).with_for_update()).one_or_none()
+
+
+_STATE = select(worker_pools.c.status)
+
+
+def closed_to_claims(conn: Connection, pool_id: str) -> PoolState | None:
+    """The state of a pool that takes no jobs, None of one that does; a lane without a pool is open.
+
+    The row stays locked against change: a drain waits for claims under way, and none begins after it.
+    """
+    found = conn.execute(_STATE.where(worker_pools.c.pool_id == pool_id).with_for_update(read=True)).scalar()
+    return PoolState(found) if found is not None and found not in OPEN else None
+
+
+def takes_jobs(conn: Connection, pool_id: str) -> bool:
+    """As above, at a glance."""
+    found = conn.execute(_STATE.where(worker_pools.c.pool_id == pool_id)).scalar()
+    return found is None or found in OPEN
+
+
+# ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def list_pools(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
+    """Every pool with what its live workers do, by id."""
+    live = (
+        select(
+            workers.c.pool_id,
+            func.count().label("workers"),
+            func.sum(workers.c.busy).label("running"),
+            func.sum(workers.c.ready).label("ready_slots"),
+            func.max(workers.c.last_heartbeat).label("heard_at"),
+            func.avg(workers.c.load_seconds).label("load_seconds"),
+        )
+        .where(workers.c.status.in_(LIVE_WORKERS))
+        .group_by(workers.c.pool_id)
+        .subquery()
+    )
+    left_s = case((worker_pools.c.drain_until.is_not(None), -seconds_since(worker_pools.c.drain_until)))
+    query = (
+        select(worker_pools, live, left_s.label("drain_seconds_left"))
+        .select_from(worker_pools.outerjoin(live, live.c.pool_id == worker_pools.c.pool_id))
+        .order_by(worker_pools.c.pool_id)
+        .limit(limit)
+    )
+    return [_readable(row) for row in conn.execute(query)]
+
+
+def get(conn: Connection, pool_id: str) -> dict[str, Any]:
+    """One pool, its workers, and how long the oldest of its running jobs has run. Raises PoolNotFound."""
+    found = next((pool for pool in list_pools(conn) if pool["pool_id"] == pool_id), None)
+    if found is None:
+        raise PoolNotFound(pool_id)
+    oldest = conn.execute(
+        select(func.max(seconds_since(jobs.c.claimed_at))).where(
+            jobs.c.status.in_(sorted(OWNED)), jobs.c.lane == pool_id
+        )
+    ).scalar()
+    places = conn.execute(select(pool_assignments).where(pool_assignments.c.pool_id == pool_id))
+    return found | {
+        "oldest_running_seconds": None if oldest is None else float(oldest),
+        "assignments": [row._asdict() for row in places],
+        "members": _members(conn, pool_id),
+    }
+
+
+def _members(conn: Connection, pool_id: str) -> list[dict[str, Any]]:
+    columns = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble", "load_seconds")
+    rows = conn.execute(
+        select(*[workers.c[name] for name in columns])
+        .where(workers.c.pool_id == pool_id, workers.c.status.in_(LIVE_WORKERS))
+        .order_by(workers.c.worker_id)
+    )
+    return [row._asdict() for row in rows]
+
+
+def _readable(row: Row[Any]) -> dict[str, Any]:
+    record = row._asdict()
+    record.pop("pool_id_1", None)
+    record["last_heartbeat"] = record.pop("heard_at") or record["last_heartbeat"]
+    record["metadata"] = rules.read_metadata(record["metadata"])
+    record["autosize"] = bool(record["autosize"])
+    left = record.pop("drain_seconds_left")
+    record["drain_seconds_left"] = max(float(left), 0.0) if row.status == PoolState.DRAINING and left else None
+    for name in ("workers", "running", "ready_slots"):
+        record[name] = int(record[name] or 0)
+    return record
+
+
+def _columns(spec: PoolSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in _SPEC if name != "pool_id"} | {"metadata": spec.metadata_text}
+
+
+def _spec(row: Row[Any]) -> PoolSpec:
+    known = row._asdict() | {"metadata": rules.read_metadata(row.metadata), "autosize": bool(row.autosize)}
+    return PoolSpec.model_validate({name: known[name] for name in PoolSpec.model_fields})
+
+
+def _known(conn: Connection, pool_id: str) -> Row[Any]:
+    row = lock(conn, pool_id)
+    if row is None:
+        raise PoolNotFound(pool_id)
+    return row
+
+
+def _live(conn: Connection, pool_id: str) -> bool:
+    alive = select(workers.c.worker_id).where(workers.c.pool_id == pool_id, workers.c.status.in_(LIVE_WORKERS))
+    return conn.execute(alive.limit(1)).scalar() is not None
+
+
+def _tell(conn: Connection, event: str, pool_id: str, actor: str | None, details: dict[str, Any] | None = None) -> None:
+    audit.record(conn, [audit.Event(event, pool_id=pool_id, actor=actor, details=details)])

@@ -1,0 +1,82 @@
+"""Keeps a post manned: sessions one after the other, until it is told to leave.
+
+A session that the leader declared dead is followed by a new one under a new id; one whose servers are away is tried
+again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from orchestrator.errors import Unavailable
+from worker.post import Post
+from worker.session import Session
+
+log = logging.getLogger(__name__)
+
+#: Seconds between tries to begin a session while a server is away.
+RETRY_EVERY_S = 1.0
+
+
+class Service:
+    """One thread per post. `over` is set when its last session is gone."""
+
+    def __init__(self, post: Post, new_session: Callable[[Post], Session]) -> None:
+        self.post = post
+        self._new_session = new_session
+        self._leaving = threading.Event()
+        self._grace_s = 0.0
+        self._session: Session | None = None
+        self.over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"post-{post.pool_id}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """What its slots have handlers for; none before the first of them is up."""
+        return self._session.types if self._session else ()
+
+    def resize(self, slots: int) -> None:
+        if slots != self.post.slots:
+            self.post = self.post._replace(slots=slots)
+            if self._session is not None:
+                self._session.resize(slots)
+
+    def leave(self, grace_s: float) -> None:
+        """Take no more jobs; those that run may end within `grace_s`. Said again, that time counts from now."""
+        self._grace_s = grace_s
+        self._leaving.set()
+        if self._session is not None:
+            self._session.leave(grace_s)
+
+    def join(self, timeout_s: float) -> bool:
+        return self.over.wait(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._leaving.is_set():
+                self._one_session()
+        except Exception:
+            log.exception("post given up", extra={"pool_id": self.post.pool_id})  # whoever started it starts another
+        finally:
+            self.over.set()
+
+    def _one_session(self) -> None:
+        session = self._session = self._new_session(self.post)
+        try:
+            session.begin()
+            while not (session.over.wait(1.0) or self._leaving.is_set()):
+                pass
+            if session.lost:
+                session.abandon()
+            else:
+                session.leave(self._grace_s)
+                session.end()
+        except Unavailable as away:
+            log.warning("worker waits for its servers", extra={"error": str(away), "pool_id": self.post.pool_id})
+            session.abandon()
+            self._leaving.wait(RETRY_EVERY_S)
