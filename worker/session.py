@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from orchestrator import __version__
 from orchestrator.errors import Overloaded, Unavailable
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch
@@ -148,6 +149,7 @@ class Session:
             os.getpid(),
             self._settings.worker_slots,
             tuple(self._slots.memory),
+            __version__,
         )
 
     def end(self) -> None:

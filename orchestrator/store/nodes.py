@@ -27,6 +27,7 @@ class Worker:
     pid: int
     slots: int
     types: tuple[str, ...]
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def register(conn: Connection, worker: Worker, host: Host) -> None:
             "pid": worker.pid,
             "slots": worker.slots,
             "types": json.dumps(sorted(worker.types)),
+            "version": worker.version,
         },
     )
     audit.record(conn, [_event("worker.registered", worker.worker_id, worker.pool_id)])
@@ -218,6 +220,7 @@ def _worker(row: Any) -> Worker:
         row.pid,
         row.slots,
         tuple(json.loads(row.types)),
+        row.version,
     )
 
 
