@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from orchestrator import __version__
 from orchestrator.errors import Overloaded, Unavailable
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch
@@ -179,6 +180,7 @@ class Session:
             os.getpid(),
             self._slots.count,
             self.types,
+            __version__,
             self._post.revision,
         )
 

@@ -27,6 +27,7 @@ class Worker:
     pid: int
     slots: int
     types: tuple[str, ...]
+    version: str | None = None
     #: Which change of its pool it serves; 0 without a pool.
     revision: int = 0
 
@@ -58,6 +59,7 @@ def register(conn: Connection, worker: Worker, host: Host) -> None:
             "slots": worker.slots,
             "revision": worker.revision,
             "types": json.dumps(sorted(worker.types)),
+            "version": worker.version,
         },
     )
     audit.record(conn, [_event("worker.registered", worker.worker_id, worker.pool_id)])
@@ -234,6 +236,7 @@ def _worker(row: Any) -> Worker:
         row.pid,
         row.slots,
         tuple(json.loads(row.types)),
+        row.version,
     )
 
 

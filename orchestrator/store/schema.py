@@ -7,7 +7,7 @@
 | orchestrator_results | what a finished job returned | workers |
 | dead_letters | a job that is given up, until it is redriven or purged | workers, leader, operators |
 | orchestrator_leases, lease_gpus | a reservation of GPU memory, and its share on each GPU | claim, API, leader |
-| nodes, gpus, workers | what is alive, and what it has | supervisors |
+| nodes, gpus, workers | what is alive, and what it has | supervisors; HTTP workers through the API |
 | worker_pools, pool_assignments | what a pool should be; how many workers each node runs | operators, leader |
 | leadership | who leads, under which epoch | leader |
 | concurrency_caps, policies | limits | nobody yet: they follow with admission |
@@ -38,6 +38,8 @@ from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcD
 metadata = MetaData()
 
 WORKER_STATES = ("active", "draining", "stopped", "lost")
+#: Ours, which read their lane's stream, and those that fetch their jobs over HTTP.
+WORKER_KINDS = ("process", "http")
 #: Workers that send heartbeats.
 LIVE_WORKERS = WORKER_STATES[:2]
 LEASE_STATES = ("active", "released", "expired", "spent")
@@ -287,7 +289,10 @@ workers = Table(
     Column("jobs_failed", BigInteger, nullable=False, server_default="0"),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
+    Column("version", String(64)),
+    Column("kind", String(8), nullable=False, server_default="process"),
     _one_of("status", WORKER_STATES, "workers"),
+    _one_of("kind", WORKER_KINDS, "workers"),
     Index("ix_workers_liveness", "status", "last_heartbeat"),
     Index("ix_workers_pool", "pool_id", "status"),
     **TABLE_OPTIONS,
