@@ -12,11 +12,12 @@ Nothing here touches a server; `store.pools.move` takes every arrow from this ta
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from orchestrator.jsontext import canonical_json
 from orchestrator.names import Name, TypeName
@@ -98,10 +99,16 @@ class PoolSpec(BaseModel):
             raise ValueError("a pool of the provider kubernetes names its Deployment in metadata.deployment")
         return self
 
-    @property
-    def metadata_text(self) -> str | None:
-        """Raises InvalidInput for what is no plain, shallow JSON."""
-        return None if self.metadata is None else canonical_json(self.metadata, "metadata", METADATA_DEPTH)
+    @field_validator("metadata")
+    @classmethod
+    def _storable(cls, metadata: Metadata | None) -> Metadata | None:
+        if len(metadata_text(metadata) or "") > MAX_METADATA:
+            raise ValueError(f"must not be longer than {MAX_METADATA} characters")
+        return metadata
+
+    def named(self) -> PoolSpec:
+        """With an id, a new one if none was given."""
+        return self if self.pool_id else self.model_copy(update={"pool_id": f"pool-{secrets.token_hex(6)}"})
 
     def changed(self, given: dict[str, Any]) -> PoolSpec:
         """With these fields instead; whole and checked, as a new one would be."""
@@ -131,6 +138,11 @@ class PoolChange(BaseModel):
     @property
     def given(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.model_fields_set}
+
+
+def metadata_text(metadata: Metadata | None) -> str | None:
+    """As it is stored. Raises InvalidInput for what is no plain, shallow JSON."""
+    return None if metadata is None else canonical_json(metadata, "metadata", METADATA_DEPTH)
 
 
 def read_metadata(text: str | None) -> Metadata | None:

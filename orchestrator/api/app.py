@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from orchestrator import __version__
-from orchestrator.api import cluster, dlq, health, job_actions, jobs, leases, problems, submit
+from orchestrator.api import cluster, control, dlq, health, job_actions, jobs, leases, pools, problems, submit
 from orchestrator.api.backend import Backend
 from orchestrator.api.guard import Guard
 from orchestrator.api.replies import Json
 from orchestrator.daemon import Orchestrator
+
+#: Every module with a router.
+NOUNS = (submit, jobs, job_actions, dlq, leases, pools, control, cluster, health)
 
 
 def create_app(orchestrator: Orchestrator) -> FastAPI:
@@ -35,6 +38,6 @@ def create_app(orchestrator: Orchestrator) -> FastAPI:
     app.state.backend = Backend(orchestrator)
     problems.install(app)
     app.add_middleware(Guard, bound_host=orchestrator.settings.host)
-    for module in (submit, jobs, job_actions, dlq, leases, cluster, health):
+    for module in NOUNS:
         app.include_router(module.router)
     return app

@@ -70,6 +70,13 @@ class Backend:
             self.orchestrator.publisher.nudge(lane)
         self.teller.unbury(removed.entry_ids)
 
+    def pools_changed(self, which: str, *, ring: bool = False) -> None:
+        """The leader looks at the pools now, be it here or elsewhere; with `ring`, so do all supervisors."""
+        self.orchestrator.leader.hurry("reconcile")
+        self.teller.ask_for_pools(which)
+        if ring:
+            self.teller.ring()
+
     def close(self) -> None:
         self.waiters.close()
         self.teller.close()

@@ -1,16 +1,20 @@
-"""What the cluster consists of: workers, GPUs, the leader."""
+"""What the cluster consists of: nodes, workers, GPUs."""
 
 from __future__ import annotations
-
-from dataclasses import asdict
 
 from fastapi import APIRouter
 
 from orchestrator.api.backend import Api
 from orchestrator.api.replies import Json
-from orchestrator.store import gpus, leadership, nodes
+from orchestrator.store import crews, gpus, nodes
 
 router = APIRouter(tags=["cluster"])
+
+
+@router.get("/nodes")
+async def list_nodes(api: Api) -> Json:
+    """Machines that were heard of, with what runs there; `drain_until` is null while a node takes jobs."""
+    return Json({"nodes": await api.read(crews.list_nodes)})
 
 
 @router.get("/workers")
@@ -29,10 +33,3 @@ async def list_gpus(api: Api) -> Json:
 async def clear(api: Api, gpu_uuid: str) -> Json:
     """End a quarantine, after somebody looked why memory did not come back; `cleared` is false if there was none."""
     return Json({"cleared": await api.write(lambda conn: gpus.clear(conn, gpu_uuid))})
-
-
-@router.get("/control/leader")
-async def leader(api: Api) -> Json:
-    """Who leads, by the database's word; `self` is the instance that answers."""
-    term = await api.read(lambda conn: leadership.current(conn, api.settings.leader_lock))
-    return Json(asdict(term) | {"self": api.orchestrator.holder})

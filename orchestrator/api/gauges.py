@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orchestrator.api.probes import Probe
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
 from orchestrator.placement import GpuView
-from orchestrator.store import dead_letters, gpus, job_reads, leadership, outbox
+from orchestrator.pools import PoolState
+from orchestrator.store import dead_letters, gpus, job_reads, leadership, outbox, pools
 from orchestrator.store.job_reads import LaneDepth, PoolLiveness
 from orchestrator.telemetry.metrics import Readings
 
@@ -39,12 +40,14 @@ class Gauges:
 
     def _read_database(self) -> dict[str, Values]:
         db, settings = self._orchestrator.db, self._orchestrator.settings
-        pools = db.read(job_reads.live_pools)
+        staffed = db.read(job_reads.live_pools)
         cards = db.read(lambda conn: gpus.list_gpus(conn, settings.gpu_stale_s))
         views = db.read(lambda conn: gpus.views(conn, settings.gpu_stale_s))
         term = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
         return (
-            self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), pools)
+            self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), staffed)
+            | {"worker_pool_workers": self._workers(db.read(lambda conn: pools.open_ids(conn, MAX_LANES)), staffed)}
+            | {"worker_pools_total": _by_status(db.read(pools.counts))}
             | _gpus(cards)
             | {"leases_free": {(): _with_room(views)}}
             | {"leases_active": {(): db.read(job_reads.active_leases)}, "leader_epoch": {(): term.epoch}}
@@ -52,10 +55,10 @@ class Gauges:
         )
 
     def _lanes(
-        self, known: Iterable[str], depths: Iterable[LaneDepth], pools: Iterable[PoolLiveness]
+        self, known: Iterable[str], depths: Iterable[LaneDepth], live: Iterable[PoolLiveness]
     ) -> dict[str, Values]:
         """An idle lane is a zero, not a gap: autoscalers scale on it."""
-        staffed = {pool.pool_id: pool for pool in pools}
+        staffed = {pool.pool_id: pool for pool in live}
         depth = {lane.lane: lane for lane in depths}
         waiting, age, running = Values(), Values(), Values()
         for lane in {*known, *depth, *staffed}:
@@ -69,9 +72,13 @@ class Gauges:
             "job_queue_depth": waiting,
             "oldest_pending_age_seconds": age,
             "jobs_in_flight": running,
-            "worker_pool_workers": {(pool_id,): pool.workers for pool_id, pool in staffed.items()},
             "worker_heartbeat_age_seconds": {(pool_id,): pool.silent_s for pool_id, pool in staffed.items()},
         }
+
+    def _workers(self, pool_ids: Iterable[str], live: Iterable[PoolLiveness]) -> Values:
+        """A pool that should take jobs and has no worker is a zero: that is what alerts look for."""
+        without: Values = {(self._label(pool_id, staffed=False),): 0.0 for pool_id in pool_ids}
+        return without | {(pool.pool_id,): pool.workers for pool in live}
 
     def _label(self, lane: str, *, staffed: bool) -> str:
         """Its own name for a lane with workers; for others while there is room, first come, first served."""
@@ -85,6 +92,10 @@ async def _or_down(probe: Probe[dict[str, Values]], up: str) -> dict[str, Values
         return await probe.answer() | {up: {(): 1.0}}
     except Unavailable:
         return {up: {(): 0.0}}
+
+
+def _by_status(counts: Mapping[str, int]) -> Values:
+    return {(state,): counts.get(state, 0) for state in PoolState}
 
 
 def _with_room(views: Iterable[GpuView]) -> int:

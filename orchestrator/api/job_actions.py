@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from orchestrator.api.backend import Api
-from orchestrator.api.jobs import JobId
+from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json
 from orchestrator.jobs import Status
 from orchestrator.store import dead_letters, job_reads, withdraw

@@ -5,28 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.backend import Api, Backend
+from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json
-from orchestrator.errors import JobNotFound
 from orchestrator.jobs import Status
-from orchestrator.names import MAX_NAME, Name, is_name
+from orchestrator.names import Name
 from orchestrator.store import audit, job_reads
 from orchestrator.store.job_reads import Filter
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
-
-
-async def _job_id(job_id: str) -> str:
-    """A name that no job can have is looked up by nobody: MariaDB, for one, would ignore trailing spaces."""
-    if not is_name(job_id):
-        raise JobNotFound(job_id[:MAX_NAME])
-    return job_id
-
-
-JobId = Annotated[str, Depends(_job_id)]
 
 
 class OneQuery(BaseModel):

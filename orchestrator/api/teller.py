@@ -37,6 +37,10 @@ class Teller:
         if not self._post(self._ring):
             self._about_to_ring = False
 
+    def ask_for_pools(self, pool_id: str) -> None:
+        """The leader looks at the pools at once."""
+        self._post(lambda: self._hub.ask_for_pools(pool_id))
+
     def unbury(self, entry_ids: Sequence[str]) -> None:
         """The dead-letter stream forgets these entries."""
         if entry_ids:

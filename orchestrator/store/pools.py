@@ -5,11 +5,10 @@ Every change is guarded by the status it may leave and writes its audit row in t
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Connection, Row, case, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, case, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import pools as rules
@@ -26,11 +25,13 @@ _SPEC = tuple(name for name in PoolSpec.model_fields if name != "metadata")
 def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[str, bool]:
     """A new pool, or one that was closed and begins anew; its id, and whether anything changed.
 
-    Asking again for what is there is fine. Raises PoolExists for other content, PoolClosed while it drains.
+    Asking again for what is there is fine. Raises PoolExists for other content, PoolClosed while it drains. A spec
+    without an id gets one here; whoever may have to ask again names it before.
     """
     if spec.pool_id == DEFAULT_LANE:
         raise InvalidInput(f"pool_id: {DEFAULT_LANE!r} is the lane of jobs without a pool", "pool_id")
-    pool_id = spec.pool_id or f"pool-{secrets.token_hex(6)}"
+    spec = spec.named()
+    pool_id = str(spec.pool_id)
     row = lock(conn, pool_id)
     if row is None:
         try:
@@ -44,7 +45,7 @@ def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[
     if state is PoolState.DRAINING:
         raise PoolClosed(pool_id, state)
     if state in OPEN:
-        if spec.model_copy(update={"pool_id": pool_id}) != _spec(row):
+        if spec != _spec(row):
             raise PoolExists(pool_id)
         return pool_id, False
     _begin_anew(conn, row, spec, actor)
@@ -52,7 +53,7 @@ def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[
 
 
 def _begin_anew(conn: Connection, row: Row[Any], spec: PoolSpec, actor: str | None) -> None:
-    values = {**_columns(spec), "pool_id": row.pool_id, "revision": row.revision + 1, "active_at": utc_now()}
+    values = {**_columns(spec), "revision": row.revision + 1, "active_at": utc_now()}
     move(conn, rules.CREATE, row.pool_id, actor, drain_until=None, started_at=None, status_reason=None, **values)
 
 
@@ -68,7 +69,9 @@ def change(conn: Connection, pool_id: str, wish: PoolChange, actor: str | None =
     try:
         after = before.changed(wish.given)
     except ValidationError as wrong:
-        raise InvalidInput(wrong.errors()[0]["msg"]) from None
+        first = wrong.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else None
+        raise InvalidInput(f"{field}: {first['msg']}" if field else first["msg"], field) from None
     changed = {name for name in PoolSpec.model_fields if getattr(before, name) != getattr(after, name)}
     if not changed:
         return
@@ -159,8 +162,14 @@ def takes_jobs(conn: Connection, pool_id: str) -> bool:
 # ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def list_pools(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
-    """Every pool with what its live workers do, by id."""
+def list_pools(conn: Connection, limit: int = 1000, after: str | None = None) -> list[dict[str, Any]]:
+    """Pools with what their live workers do, by id, those behind `after`."""
+    query = _LISTED.order_by(worker_pools.c.pool_id).limit(limit)
+    found = conn.execute(query if after is None else query.where(worker_pools.c.pool_id > after))
+    return [_readable(row) for row in found]
+
+
+def _listed() -> Select[Any]:
     live = (
         select(
             workers.c.pool_id,
@@ -175,19 +184,18 @@ def list_pools(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
         .subquery()
     )
     left_s = case((worker_pools.c.drain_until.is_not(None), -seconds_since(worker_pools.c.drain_until)))
-    query = (
-        select(worker_pools, live, left_s.label("drain_seconds_left"))
-        .select_from(worker_pools.outerjoin(live, live.c.pool_id == worker_pools.c.pool_id))
-        .order_by(worker_pools.c.pool_id)
-        .limit(limit)
+    return select(worker_pools, live, left_s.label("drain_seconds_left")).select_from(
+        worker_pools.outerjoin(live, live.c.pool_id == worker_pools.c.pool_id)
     )
-    return [_readable(row) for row in conn.execute(query)]
+
+
+_LISTED = _listed()
 
 
 def get(conn: Connection, pool_id: str) -> dict[str, Any]:
     """One pool, its workers, and how long the oldest of its running jobs has run. Raises PoolNotFound."""
-    found = next((pool for pool in list_pools(conn) if pool["pool_id"] == pool_id), None)
-    if found is None:
+    row = conn.execute(_LISTED.where(worker_pools.c.pool_id == pool_id)).one_or_none()
+    if row is None:
         raise PoolNotFound(pool_id)
     oldest = conn.execute(
         select(func.max(seconds_since(jobs.c.claimed_at))).where(
@@ -195,11 +203,22 @@ def get(conn: Connection, pool_id: str) -> dict[str, Any]:
         )
     ).scalar()
     places = conn.execute(select(pool_assignments).where(pool_assignments.c.pool_id == pool_id))
-    return found | {
+    return _readable(row) | {
         "oldest_running_seconds": None if oldest is None else float(oldest),
         "assignments": [row._asdict() for row in places],
         "members": _members(conn, pool_id),
     }
+
+
+def counts(conn: Connection) -> dict[str, int]:
+    """How many pools are in which state; those in which none is are absent."""
+    rows = conn.execute(select(worker_pools.c.status, func.count()).group_by(worker_pools.c.status))
+    return {status: count for status, count in rows}  # noqa: C416 - a Row is no pair to mypy
+
+
+def open_ids(conn: Connection, limit: int) -> list[str]:
+    query = select(worker_pools.c.pool_id).where(worker_pools.c.status.in_(sorted(OPEN)))
+    return list(conn.execute(query.order_by(worker_pools.c.pool_id).limit(limit)).scalars())
 
 
 def _members(conn: Connection, pool_id: str) -> list[dict[str, Any]]:
@@ -226,7 +245,9 @@ def _readable(row: Row[Any]) -> dict[str, Any]:
 
 
 def _columns(spec: PoolSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in _SPEC if name != "pool_id"} | {"metadata": spec.metadata_text}
+    return {name: getattr(spec, name) for name in _SPEC if name != "pool_id"} | {
+        "metadata": rules.metadata_text(spec.metadata)
+    }
 
 
 def _spec(row: Row[Any]) -> PoolSpec:

@@ -123,6 +123,7 @@ CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
         "1 while the GPU grants nothing, because memory of an ended lease did not come back.",
         ("node", "gpu_index"),
     ),
+    "worker_pools_total": ("Pools in each state.", ("status",)),
     "worker_pool_workers": ("Workers of the pool that are alive, draining ones included.", ("pool_id",)),
     "worker_heartbeat_age_seconds": (
         "Age of the oldest last heartbeat among a pool's live workers.",
