@@ -52,7 +52,7 @@ def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[
 
 
 def _begin_anew(conn: Connection, row: Row[Any], spec: PoolSpec, actor: str | None) -> None:
-    values = {**_columns(spec), "pool_id": row.pool_id, "revision": row.revision + 1, "active_at": utc_now()}
+    values = {**_columns(spec), "revision": row.revision + 1, "active_at": utc_now()}
     move(conn, rules.CREATE, row.pool_id, actor, drain_until=None, started_at=None, status_reason=None, **values)
 
 
@@ -166,7 +166,7 @@ def list_pools(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
             workers.c.pool_id,
             func.count().label("workers"),
             func.sum(workers.c.busy).label("running"),
-            func.sum(workers.c.ready).label("ready_slots"),
+            func.sum(case((workers.c.status == "active", workers.c.ready), else_=0)).label("ready_slots"),
             func.max(workers.c.last_heartbeat).label("heard_at"),
             func.avg(workers.c.load_seconds).label("load_seconds"),
         )
