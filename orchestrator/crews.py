@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from orchestrator.placement import Ask, Cluster, Placed
 from orchestrator.pools import CHILL, OPEN, STOP, WARM, PoolArrow, PoolState
@@ -71,6 +72,7 @@ class PoolView:
     crews: tuple[Crew, ...] = ()
     spawned: int = 0
     reason: str | None = None
+    metadata: dict[str, Any] | None = None
 
     @property
     def ready(self) -> int:

@@ -27,7 +27,8 @@ OrchestratorError
 └── Unavailable            unavailable           a server does not answer; nothing is known to be lost
     ├── DatabaseUnavailable  database_unavailable
     ├── RedisUnavailable     redis_unavailable
-    └── GpuUnavailable       gpu_unavailable       a GPU or its driver cannot be asked; nothing may start there
+    ├── GpuUnavailable       gpu_unavailable       a GPU or its driver cannot be asked; nothing may start there
+    └── KubernetesUnavailable  kubernetes_unavailable
 
 `code` is part of the HTTP contract: it never changes meaning.
 """
@@ -223,3 +224,9 @@ class GpuUnavailable(Unavailable):
     """Not an answer about memory: whoever gets it must not start anything on that GPU."""
 
     code = "gpu_unavailable"
+
+
+class KubernetesUnavailable(Unavailable):
+    """The API of Kubernetes does not answer, or refuses: a Deployment keeps the replicas it has."""
+
+    code = "kubernetes_unavailable"

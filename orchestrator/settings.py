@@ -26,6 +26,8 @@ from pydantic import (
 
 from orchestrator.names import Name, TypeName
 
+#: Where Kubernetes puts what a pod needs to speak to it.
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SECRET = frozenset({"database_url", "redis_url"})
 
 # The password runs to the LAST @, so that one with a raw @ or / is masked whole; hiding a part of the host as
@@ -134,10 +136,19 @@ def _path(value: object) -> object:
     return Path(value) if isinstance(value, str) else value
 
 
+def _http_url(url: str) -> str:
+    parts = _split(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.path.strip("/"):
+        raise ValueError("must be https://host:port, without a path")
+    return url
+
+
 DatabaseUrl = Annotated[str, AfterValidator(_database_url)]
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
 Host = Annotated[str, AfterValidator(_host)]
 Directory = Annotated[Path, BeforeValidator(_path)]
+FilePath = Annotated[Path, BeforeValidator(_path)]
 Prefix = Annotated[str, AfterValidator(_prefix)]
 LockName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$"), AfterValidator(str.lower)]
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
@@ -247,6 +258,10 @@ class Settings(BaseModel):
     )
     pool_drain_s: SecondsOrZero = _is(300.0, "time running jobs get when a pool or node is drained, by default")
     purge_interval_s: Seconds = _is(1.0, "how often the leader removes expired leases")
+    kubernetes_url: HttpUrl = _is("https://kubernetes.default.svc", "where pools of the provider kubernetes are scaled")
+    kubernetes_namespace: Name = _is("default", "namespace of their Deployments, unless a pool says otherwise")
+    kubernetes_token_file: FilePath = _is(SERVICE_ACCOUNT / "token", "file of the token for it; read for each request")
+    kubernetes_ca_file: FilePath = _is(SERVICE_ACCOUNT / "ca.crt", "file of the authority that signed its certificate")
     log_format: LogFormat = _is("console", "console for people, json for machines")
     log_level: LogLevel = _is("info", "debug, info, warning, error or critical")
 

@@ -36,6 +36,10 @@ class Service:
         self._thread.start()
 
     @property
+    def leaving(self) -> bool:
+        return self._leaving.is_set()
+
+    @property
     def types(self) -> tuple[str, ...]:
         """What its slots have handlers for; none before the first of them is up."""
         return self._session.types if self._session else ()

@@ -114,7 +114,7 @@ class Session:
             self._lane,
             self._by,
             policy,
-            memory_for=self._slots.memory_for,
+            memory_for=self._memory_for,
             held=self._held.job_ids,
             claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
             on_settled=self._settled,
@@ -134,6 +134,13 @@ class Session:
             on_refused=self._refused,
             on_denied=self._denied,
         )
+
+    def _memory_for(self, type: str) -> int | None:
+        """Need of a job that does not say: what its pool says of its model, else what the handler declares."""
+        model = self._post.model
+        if model is not None and model.type == type and model.memory_mb is not None and type in self._slots.memory:
+            return model.memory_mb
+        return self._slots.memory_for(type)
 
     def _pool_json(self) -> str:
         return json.dumps({"adapter": self._post.adapter, "variant": self._post.variant})

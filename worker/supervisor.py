@@ -58,7 +58,9 @@ class Supervisor:
         self._bell = Listener(self._hub.doorbell(), settings, self._wake.set)
         self._services: dict[tuple[str, int], Service] = {}
         #: What should run, by the last answer of the database.
-        self._duties = [Duty(Post(settings.worker_pool or DEFAULT_LANE, settings.worker_slots))]
+        self._duties = [Duty(self._own_post())]
+        #: Seconds in which somebody wants this node empty.
+        self._node_leave_s: float | None = None
         self._has_node = False
 
     def stop(self) -> None:
@@ -84,17 +86,16 @@ class Supervisor:
     def _look(self) -> None:
         """Without an answer, what should be is what should have been."""
         try:
-            self._duties = self._db.write(self._read)
+            self._duties, self._node_leave_s = self._db.write(self._read)
         except Unavailable as away:
             log.warning("orders unknown", extra={"error": str(away)})
         except Exception:
             log.exception("orders unreadable")  # the node must not lose its jobs to a bug in reading orders
 
-    def _read(self, conn: Connection) -> list[Duty]:
+    def _read(self, conn: Connection) -> tuple[list[Duty], float | None]:
         lane = self._settings.worker_pool
         duties = [self._own(conn, lane)] if lane else [Duty(self._own_post()), *self._assigned(conn)]
-        leave_s = crews.node_leave_s(conn, self._node_id)
-        return duties if leave_s is None else [_sooner(duty, leave_s) for duty in duties]
+        return duties, crews.node_leave_s(conn, self._node_id)
 
     def _own_post(self) -> Post:
         return Post(self._settings.worker_pool or DEFAULT_LANE, self._settings.worker_slots)
@@ -121,17 +122,20 @@ class Supervisor:
         self._services = {key: service for key, service in self._services.items() if not service.over.is_set()}
         wanted = {duty.post.key: duty for duty in self._duties}
         for key, service in self._services.items():
-            duty = wanted.get(key)
-            if duty is None:
-                service.leave(self._settings.pool_drain_s)
-            elif duty.leave_s is not None:
-                service.leave(duty.leave_s)
-            else:
-                service.resize(duty.post.slots)
-        for key, duty in wanted.items():
+            self._adjust(service, wanted.get(key))
+        for key, duty in wanted.items() if self._node_leave_s is None else ():
             if key not in self._services and duty.leave_s is None and not duty.outdated and duty.post.slots:
                 self._services[key] = service = Service(duty.post, self._new_session)
                 service.start()
+
+    def _adjust(self, service: Service, duty: Duty | None) -> None:
+        limits = [limit for limit in (self._node_leave_s, duty and duty.leave_s) if limit is not None]
+        if limits:
+            service.leave(min(limits))
+        elif duty is not None and not service.leaving:
+            service.resize(duty.post.slots)
+        elif not service.leaving:  # nobody wants it any more, and nobody is in a hurry
+            service.leave(self._settings.pool_drain_s)
 
     def _new_session(self, post: Post) -> Session:
         return Session(self._settings, self._db, self._hub, self._publisher, post)
@@ -155,10 +159,6 @@ class Supervisor:
 
 def _duty(order: Order) -> Duty:
     return Duty(Post.of(order, order.workers * order.slots), order.leave_s, order.outdated)
-
-
-def _sooner(duty: Duty, leave_s: float) -> Duty:
-    return duty._replace(leave_s=leave_s if duty.leave_s is None else min(duty.leave_s, leave_s))
 
 
 def run(settings: Settings) -> int:

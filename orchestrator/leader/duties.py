@@ -15,6 +15,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.errors import RedisUnavailable, UnknownDuty
 from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
 from orchestrator.leader.reconcile import reconcile_pools
+from orchestrator.leader.replicas import Replicas
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
@@ -47,6 +48,9 @@ class DutyContext:
     publisher: Publisher
     settings: Settings
     cursors: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.replicas = Replicas(self.settings)
 
     @property
     def retry_policy(self) -> RetryPolicy:
@@ -168,7 +172,7 @@ def _forget_consumers(context: DutyContext, lane: Lane) -> None:
 
 def reconcile(context: DutyContext) -> int:
     """Compare every pool with its workers and write what each node should run; nodes hear of it by the doorbell."""
-    changed = reconcile_pools(context.term, context.settings)
+    changed = reconcile_pools(context.term, context.settings, context.replicas)
     if changed:
         context.hub.ring("pools")
     return len(changed)

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select,
 
 from orchestrator.crews import Assignments, Crew, NodeView, Plan, PoolView
 from orchestrator.jobs import Queued
-from orchestrator.pools import OPEN, PoolState
+from orchestrator.pools import OPEN, PoolState, read_metadata
 from orchestrator.store import audit, pools
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
 from orchestrator.store.schema import LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
@@ -55,6 +55,7 @@ def _view(row: Row[Any], in_demand: bool, assigned: Assignments, crews: list[Cre
         tuple(crews),
         row.spawned_workers,
         row.status_reason,
+        read_metadata(row.metadata),
     )
 
 

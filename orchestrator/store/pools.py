@@ -175,7 +175,7 @@ def _listed() -> Select[Any]:
             workers.c.pool_id,
             func.count().label("workers"),
             func.sum(workers.c.busy).label("running"),
-            func.sum(workers.c.ready).label("ready_slots"),
+            func.sum(case((workers.c.status == "active", workers.c.ready), else_=0)).label("ready_slots"),
             func.max(workers.c.last_heartbeat).label("heard_at"),
             func.avg(workers.c.load_seconds).label("load_seconds"),
         )

@@ -1,0 +1,154 @@
+"""Pools of the provider kubernetes, against an API that is served here and keeps what it was told."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from orchestrator.errors import InvalidInput, KubernetesUnavailable
+from orchestrator.kubernetes import Deployment, Kubernetes
+from orchestrator.leader import duties
+from orchestrator.leader.term import borrow
+from orchestrator.pools import PoolChange, PoolSpec
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store import pools
+from orchestrator.stream.hub import Hub
+from tests.factories import hire
+
+
+class Api:
+    """Deployments by path, and every request that came."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, int] = {}
+        self.requests: list[tuple[str, str, str | None, str | None]] = []
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(None)
+
+            def do_PATCH(self) -> None:
+                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def _answer(self, body) -> None:
+                kind = self.headers.get("Content-Type") if body else None
+                api.requests.append((self.command, self.path, self.headers.get("Authorization"), kind))
+                known = self.path in api.replicas
+                if body and known:
+                    api.replicas[self.path] = body["spec"]["replicas"]
+                said = (
+                    {"kind": "Scale", "spec": {"replicas": api.replicas[self.path]}}
+                    if known
+                    else {"kind": "Status", "message": "not found"}
+                )
+                text = json.dumps(said).encode()
+                self.send_response(200 if known else 404)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_args) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, name="kubernetes-api", daemon=True).start()
+
+    @property
+    def told(self) -> list[str]:
+        return [path for method, path, _, _ in self.requests if method == "PATCH"]
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    served = Api()
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+
+
+CHAT = Deployment("models", "chat")
+
+
+@pytest.fixture
+def context(db, api, settings, tmp_path, redis_server):
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    redis_server.flush()
+    given: Settings = settings(
+        database_url=db.settings.database_url,
+        redis_url=redis_server.url,
+        kubernetes_url=api.url,
+        kubernetes_token_file=token,
+    )
+    hub = Hub(given)
+    yield duties.DutyContext(borrow(db, given, "test"), hub, Publisher(db, hub, given), given)
+    hub.close()
+
+
+def create(db, **fields):
+    metadata = {"deployment": "chat", "namespace": "models"}
+    spec = PoolSpec(pool_id="chat", provider="kubernetes", metadata=metadata, hold_seconds=3600, **fields)
+    db.write(lambda conn: pools.create(conn, spec))
+
+
+def test_the_deployment_follows_the_pool(db, context, api):
+    api.replicas[CHAT.path] = 0
+    create(db, desired_workers=3)
+    duties.reconcile(context)
+    assert api.replicas[CHAT.path] == 3
+    db.write(lambda conn: pools.change(conn, "chat", PoolChange(desired_workers=2)))
+    duties.reconcile(context)
+    assert api.replicas[CHAT.path] == 2
+    assert {token for _, _, token, _ in api.requests} == {"Bearer secret"}
+    assert {kind for method, _, _, kind in api.requests if method == "PATCH"} == {"application/merge-patch+json"}
+
+
+def test_what_is_as_it_should_be_is_told_nothing_and_asked_rarely(db, context, api):
+    api.replicas[CHAT.path] = 1
+    create(db)
+    for _ in range(5):
+        duties.reconcile(context)
+    assert [method for method, *_ in api.requests] == ["GET"]
+
+
+def test_a_draining_pool_keeps_its_pods_until_it_has_stopped(db, context, api):
+    api.replicas[CHAT.path] = 1
+    create(db)
+    hand = hire(db, pool="chat")
+    duties.reconcile(context)
+    db.write(lambda conn: pools.drain(conn, "chat", 60.0))
+    duties.reconcile(context)
+    assert api.replicas[CHAT.path] == 1
+    hand.go_silent()
+    duties.reclaim(context)
+    duties.reconcile(context)  # sees that nobody is left
+    duties.reconcile(context)  # and takes the pods away
+    assert api.replicas[CHAT.path] == 0
+
+
+def test_a_refusal_is_the_pools_reason_and_holds_up_no_other_pool(db, context, api):
+    create(db)
+    other = PoolSpec(pool_id="local-one", desired_workers=0)
+    db.write(lambda conn: pools.create(conn, other))
+    duties.reconcile(context)
+    assert "404" in db.read(lambda conn: pools.get(conn, "chat"))["status_reason"]
+    assert db.read(lambda conn: pools.get(conn, "local-one"))["status"] == "running"
+
+
+def test_an_api_that_is_away_is_named(settings):
+    away = Kubernetes(settings(kubernetes_url="http://127.0.0.1:9"))
+    with pytest.raises(KubernetesUnavailable, match="GET /apis/apps/v1/namespaces/models/deployments/chat/scale"):
+        away.scale(CHAT, 1)
+
+
+@pytest.mark.parametrize("name", ["../secrets", "a/b", "", "UPPER", "x" * 300, "a?b", None])
+def test_only_a_name_becomes_part_of_a_path(name):
+    with pytest.raises(InvalidInput):
+        Deployment.of({"deployment": name}, "models")
+    with pytest.raises(InvalidInput):
+        Deployment.of({"deployment": "chat", "namespace": name or "-"}, "models")

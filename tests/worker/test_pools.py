@@ -1,0 +1,315 @@
+"""Pools on real workers: they warm up, take jobs, move, drain and leave as their rows say."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from orchestrator.pools import PoolChange, PoolSpec
+from orchestrator.store import crews, pools, schema
+from tests.waiting import wait_until
+from tests.worker.databases import EMBEDDED_TOO
+from tests.worker.test_worker import events, leased, submit
+
+HANDLERS = """
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from orchestrator.gpu import simulated
+from worker import handler
+
+@handler("answer", min_memory_mb=4000)
+class Answer:
+    def load(self, ctx):
+        Path(os.environ["LOADS"]).open("a").write(f"{ctx.model_id} {ctx.adapter} {ctx.variant} {os.getpid()}\\n")
+        self.memory = ExitStack()
+        if ctx.device:
+            self.memory.enter_context(simulated.allocated(ctx.device, 3000))
+        self.model = ctx.model_id
+        if ctx.model_id == "broken":
+            raise RuntimeError("no such model")
+
+    def run(self, ctx, payload):
+        deadline = time.monotonic() + payload.get("seconds", 0)
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+        return {"pid": os.getpid(), "model": self.model, "variant": ctx.variant, "device": ctx.device}
+
+    def unload(self):
+        self.memory.close()
+"""
+
+
+@pytest.fixture
+def loads(tmp_path):
+    """What was loaded so far: model, adapter, variant and pid of each."""
+    file = tmp_path / "loads"
+    file.touch()
+    return lambda: [line.split() for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+def start(cluster, tmp_path, loads):
+    (tmp_path / "pool_models.py").write_text(HANDLERS)
+
+    def worker(node="node-1", **given):
+        environment = {"LOADS": str(tmp_path / "loads")}
+        usual = {
+            "worker_handlers": ("pool_models",),
+            "node_id": node,
+            "data_dir": tmp_path / node,
+            "reconcile_interval_s": 0.2,
+            "resident_min_s": 0.0,
+        }
+        return cluster.worker(path=str(tmp_path), environment=environment, **(usual | given))
+
+    return worker
+
+
+@pytest.fixture
+def fast(cluster):
+    """The leader looks at pools often."""
+    cluster.settings = cluster.settings.model_copy(update={"reconcile_interval_s": 0.2})
+
+
+@pytest.fixture
+def orchestrator(fast, orchestrator):
+    return orchestrator
+
+
+def create(cluster, pool_id="chat", **fields):
+    given: dict[str, Any] = {"type": "answer", "model_id": "m1", "desired_workers": 1, "hold_seconds": 600} | fields
+    spec = PoolSpec(pool_id=pool_id, **given)
+    return cluster.db.write(lambda conn: pools.create(conn, spec))
+
+
+def pool(cluster, pool_id="chat"):
+    return cluster.db.read(lambda conn: pools.get(conn, pool_id))
+
+
+def until(cluster, condition, pool_id="chat", timeout=30.0):
+    return wait_until(
+        lambda: condition(pool(cluster, pool_id)),
+        timeout=timeout,
+        what=lambda: f"{pool(cluster, pool_id)}\n" + "\n".join(member.tail() for member in cluster._members),
+    )
+
+
+def warm(workers):
+    return lambda row: row["status"] == "running" and row["ready_slots"] == workers
+
+
+def models(cluster):
+    query = select(schema.leases).where(schema.leases.c.state == "active", schema.leases.c.resident)
+    return cluster.db.read(lambda conn: conn.execute(query).all())
+
+
+@EMBEDDED_TOO
+def test_a_pool_is_warm_before_its_first_job_and_loads_once(cluster, orchestrator, start, loads):
+    start()
+    create(cluster, variant="fp16", adapter="lora-1")
+    until(cluster, warm(1))
+    assert [load[:3] for load in loads()] == [["m1", "lora-1", "fp16"]]
+    assert [lease.model_id for lease in models(cluster)] == ["m1"]
+    results = [cluster.wait_for(submit(orchestrator, "answer", {}, pool_id="chat"), "done")["result"] for _ in range(3)]
+    assert {(result["model"], result["variant"], result["pid"]) for result in results} == {
+        ("m1", "fp16", int(loads()[0][3]))
+    }
+    assert len(loads()) == 1
+    assert pool(cluster)["load_seconds"] >= 0
+    assert leased(cluster) == 4000
+
+
+def test_a_pool_grows_and_shrinks_without_touching_what_runs(cluster, orchestrator, start, loads):
+    start()
+    create(cluster)
+    until(cluster, warm(1))
+    job = submit(orchestrator, "answer", {"seconds": 4}, pool_id="chat")
+    cluster.wait_for(job, "running")
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(desired_workers=3)))
+    until(cluster, warm(3))
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(desired_workers=1)))
+    until(cluster, lambda row: row["ready_slots"] == 1)
+    assert cluster.wait_for(job, "done")["attempt"] == 1
+    wait_until(lambda: leased(cluster) == 4000, what="the leases of those that left are over")
+    assert len(loads()) == 3
+
+
+def test_a_swap_warms_the_new_model_before_the_old_one_leaves(cluster, orchestrator, start, loads):
+    start()
+    create(cluster)
+    until(cluster, warm(1))
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(model_id="m2")))
+    seen = []
+
+    def swapped(row):
+        seen.append(row["ready_slots"])
+        return {member["revision"] for member in row["members"]} == {2} and row["ready_slots"] == 1
+
+    until(cluster, swapped)
+    assert min(seen) >= 1, seen
+    assert [load[0] for load in loads()] == ["m1", "m2"]
+    assert cluster.wait_for(submit(orchestrator, "answer", {}, pool_id="chat"), "done")["result"]["model"] == "m2"
+    wait_until(lambda: leased(cluster) == 4000, what="the old model's lease is over")
+
+
+def test_a_swap_without_room_for_both_goes_on_all_the_same(cluster, orchestrator, start, loads):
+    start(gpu_backend="sim:1x24576")
+    create(cluster, min_memory_mb=15_000)
+    until(cluster, warm(1))
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(model_id="m2")))
+    until(cluster, lambda row: {m["revision"] for m in row["members"]} == {2} and row["ready_slots"] == 1)
+    assert [load[0] for load in loads()] == ["m1", "m2"]
+    wait_until(lambda: leased(cluster) == 15_000, what="one lease")
+
+
+def test_an_idle_pool_scales_to_zero_and_the_next_job_starts_it(cluster, orchestrator, start, loads):
+    start()
+    create(cluster, hold_seconds=1)
+    until(cluster, lambda row: row["workers"] == 0 and row["status"] == "running")
+    assert "the next job starts it" in pool(cluster)["status_reason"]
+    wait_until(lambda: leased(cluster) == 0, what="its memory is free")
+    job = submit(orchestrator, "answer", {}, pool_id="chat")
+    assert cluster.wait_for(job, "done")["attempt"] == 1
+    assert len(loads()) == 2
+
+
+def test_draining_lets_running_jobs_end_and_takes_no_more(cluster, orchestrator, start):
+    start()
+    create(cluster, desired_workers=4, min_memory_mb=0)
+    until(cluster, warm(4))
+    running = [submit(orchestrator, "answer", {"seconds": 2}, pool_id="chat") for _ in range(4)]
+    for job in running:
+        cluster.wait_for(job, "running")
+    cluster.db.write(lambda conn: pools.drain(conn, "chat", 60.0))
+    late = submit(orchestrator, "answer", {}, pool_id="chat")
+    until(cluster, lambda row: row["status"] == "stopped")
+    assert [cluster.job(job)["status"] for job in running] == ["done"] * 4
+    assert [cluster.job(job)["attempt"] for job in running] == [1] * 4
+    assert (cluster.job(late)["status"], cluster.job(late)["attempt"]) == ("pending", 0)
+    assert pool(cluster)["workers"] == 0
+    assert leased(cluster) == 0
+    create(cluster, min_memory_mb=0)
+    cluster.wait_for(late, "done")
+
+
+def test_a_drain_that_takes_too_long_hands_back_uncharged(cluster, orchestrator, start):
+    start()
+    create(cluster)
+    until(cluster, warm(1))
+    job = submit(orchestrator, "answer", {"seconds": 60}, pool_id="chat")
+    cluster.wait_for(job, "running")
+    cluster.db.write(lambda conn: pools.drain(conn, "chat", 0.5))
+    until(cluster, lambda row: row["status"] == "stopped")
+    record = cluster.job(job)
+    assert (record["status"], record["attempt"], record["attempts"]) == ("pending", 1, 0)
+    assert "job.handed_back" in events(cluster, job)
+
+
+def test_evicting_ends_a_pool_now_and_its_jobs_wait_uncharged(cluster, orchestrator, start, loads):
+    start()
+    create(cluster)
+    until(cluster, warm(1))
+    job = submit(orchestrator, "answer", {"seconds": 60}, pool_id="chat")
+    cluster.wait_for(job, "running")
+    cluster.db.write(lambda conn: pools.evict(conn, "chat"))
+    orchestrator.hub.ring("pools")
+    until(cluster, lambda row: row["workers"] == 0, timeout=5.0)
+    assert pool(cluster)["status"] == "evicted"
+    record = cluster.job(job)
+    assert (record["status"], record["attempts"]) == ("pending", 0)
+    wait_until(lambda: not Path(f"/proc/{loads()[0][3]}").exists(), what="its process is gone")
+    wait_until(lambda: leased(cluster) == 0, what="its lease is over")
+
+
+def test_draining_a_node_moves_its_share_elsewhere(cluster, orchestrator, start):
+    start("node-1")
+    create(cluster)
+    until(cluster, warm(1))
+    start("node-2")
+    wait_until(lambda: len(cluster.db.read(lambda conn: crews.node_views(conn, 2.0))) == 2, what="two nodes")
+    job = submit(orchestrator, "answer", {"seconds": 60}, pool_id="chat")
+    first = cluster.wait_for(job, "running")["worker_id"]
+    cluster.db.write(lambda conn: crews.drain_nodes(conn, ["node-1"], 0.5))
+    wait_until(
+        lambda: cluster.job(job)["worker_id"] not in (None, first),
+        timeout=30,
+        what=lambda: f"runs elsewhere: {cluster.job(job)} {pool(cluster)}",
+    )
+    record = cluster.job(job)
+    assert (record["attempt"], record["attempts"]) == (2, 1)
+    assert [member["node_id"] for member in pool(cluster)["members"] if member["status"] == "active"] == ["node-2"]
+    alive = select(schema.workers.c.node_id).where(schema.workers.c.status == "active")
+    wait_until(
+        lambda: {node for (node,) in cluster.db.read(lambda conn: conn.execute(alive).all())} == {"node-2"},
+        what="nothing runs on node-1",
+    )
+    cluster.db.write(lambda conn: crews.resume_nodes(conn, ["node-1"]))
+    wait_until(
+        lambda: "node-1" in {node for (node,) in cluster.db.read(lambda conn: conn.execute(alive).all())},
+        what="node-1 takes jobs again",
+    )
+
+
+def test_a_killed_supervisor_leaves_nothing_and_its_share_moves(cluster, orchestrator, start, loads):
+    doomed = start("node-1")
+    create(cluster)
+    until(cluster, warm(1))
+    start("node-2")
+    doomed.kill()
+    until(cluster, lambda row: [m["node_id"] for m in row["members"]] == ["node-2"] and row["ready_slots"] == 1)
+    wait_until(lambda: not Path(f"/proc/{loads()[0][3]}").exists(), what="the slot died with its supervisor")
+    assert cluster.wait_for(submit(orchestrator, "answer", {}, pool_id="chat"), "done")["attempt"] == 1
+
+
+def test_a_killed_slot_is_loaded_again(cluster, orchestrator, start, loads):
+    start()
+    create(cluster)
+    until(cluster, warm(1))
+    os.kill(int(loads()[0][3]), signal.SIGKILL)
+    wait_until(lambda: len(loads()) == 2, what="loaded again")
+    until(cluster, warm(1))
+    wait_until(lambda: leased(cluster) == 4000, what="only the new lease is left")
+
+
+def test_a_model_that_does_not_load_is_told_and_tried_ever_more_rarely(cluster, orchestrator, start, loads):
+    start()
+    create(cluster, model_id="broken")
+    until(cluster, lambda row: "no such model" in (row["status_reason"] or ""))
+    assert pool(cluster)["status"] == "starting"
+    wait_until(lambda: len(loads()) >= 3, what="a few tries")
+    pace = len(loads())
+    assert pace <= 6, loads()
+    wait_until(lambda: leased(cluster) == 0, what="no lease is kept for it")
+
+
+def test_an_idle_model_of_a_pool_leaves_for_a_job_and_does_not_fight_for_its_place(cluster, orchestrator, start, loads):
+    start(gpu_backend="sim:1x24576")
+    create(cluster, min_memory_mb=20_000)
+    until(cluster, warm(1))
+    other = submit(orchestrator, "allocate", {"memory_mb": 1000, "seconds": 0.1}, min_memory_mb=15_000)
+    assert cluster.wait_for(other, "done")["attempt"] == 1
+    assert len(loads()) == 1
+    job = submit(orchestrator, "answer", {}, pool_id="chat", min_memory_mb=20_000)
+    cluster.wait_for(job, "done")
+    assert len(loads()) == 2
+
+
+def test_a_worker_that_somebody_else_started_follows_its_pool(cluster, orchestrator, start, loads):
+    create(cluster, provider="external")
+    start(worker_pool="chat", worker_slots=1)
+    until(cluster, warm(1))
+    assert [load[0] for load in loads()] == ["m1"]
+    assert pool(cluster)["assignments"] == []
+    job = submit(orchestrator, "answer", {"seconds": 60}, pool_id="chat")
+    cluster.wait_for(job, "running")
+    cluster.db.write(lambda conn: pools.drain(conn, "chat", 0.5))
+    until(cluster, lambda row: row["status"] == "stopped")
+    assert (cluster.job(job)["status"], cluster.job(job)["attempts"]) == ("pending", 0)
+    create(cluster, provider="external")
+    until(cluster, warm(1))
+    cluster.wait_for(job, "running")
