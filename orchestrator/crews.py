@@ -79,9 +79,6 @@ class PoolView:
         """Workers of any revision that can take jobs."""
         return sum(crew.ready for crew in self.crews) // self.slots
 
-    def ready_of(self, revision: int) -> int:
-        return sum(crew.ready for crew in self.crews if crew.revision == revision) // self.slots
-
     @property
     def in_use(self) -> bool:
         return self.in_demand or any(crew.busy for crew in self.crews)
@@ -166,9 +163,11 @@ def _assign(
     if pool.state not in OPEN:
         # Their supervisors read from the pool's row that they must leave, and how soon.
         return (pool.assigned if pool.crews else {}), 0
-    able = [node for node in nodes if node.open and (pool.type is None or pool.type in node.types)]
+    open_nodes = [node for node in nodes if node.open]
+    able = [node for node in open_nodes if pool.type is None or pool.type in node.types]
     current, lacking = _spread(pool, workers, able, cluster, load)
-    return current | _outgoing(pool, workers, {node.node_id for node in able}), lacking
+    # The old model may be of another type, which other nodes have.
+    return current | _outgoing(pool, workers, current, {node.node_id for node in open_nodes}), lacking
 
 
 def _spread(
@@ -202,6 +201,8 @@ def _ready_at(pool: PoolView, node_id: str) -> int:
 
 
 def _room_elsewhere(pool: PoolView, node_id: str, names: set[str], cluster: Cluster) -> bool:
+    if not pool.memory_mb:
+        return False  # only its handler knows how much it needs: it would go round and round
     others = sorted(names - {node_id})
     return any(isinstance(cluster.place(pool.ask._replace(node_id=other)), Placed) for other in others)
 
@@ -215,15 +216,20 @@ def _place(pool: PoolView, names: set[str], counts: Counter[str], cluster: Clust
     return by_load[0]
 
 
-def _outgoing(pool: PoolView, workers: int, names: set[str]) -> Assignments:
-    """What stays of older revisions: as much as the new one lacks. They leave node by node, the emptiest first."""
+def _outgoing(pool: PoolView, workers: int, current: Assignments, names: set[str]) -> Assignments:
+    """What stays of older revisions: as much as the new one lacks. Those that are ready stay longest, node by node."""
     old = {place: count for place, count in pool.assigned.items() if place[1] != pool.revision and place[0] in names}
+    ready = Counter({(crew.node_id, crew.revision): crew.ready for crew in pool.crews})
     blocked = any(crew.blocked for crew in pool.crews if crew.revision == pool.revision)
-    allowed = max(workers - pool.ready_of(pool.revision) - blocked, 0)
-    for place in sorted(old, key=lambda place: (place[1], old[place], place[0])):
-        surplus = max(sum(old.values()) - allowed, 0)
-        old[place] -= min(old[place], surplus)
-    return {place: count for place, count in old.items() if count}
+    # Of the new ones only those count that stay: a node that is being emptied takes its own with it.
+    taken_over = sum(min(ready[place], count * pool.slots) for place, count in current.items()) // pool.slots
+    each = [
+        ((nth + 1) * pool.slots <= ready[place], place[1], count, place[0])
+        for place, count in old.items()
+        for nth in range(count)
+    ]
+    staying = sorted(each, reverse=True)[: max(workers - taken_over - blocked, 0)]
+    return dict(Counter((node_id, revision) for _, revision, _, node_id in staying))
 
 
 def _arrow(pool: PoolView, workers: int) -> PoolArrow | None:
