@@ -28,6 +28,8 @@ COMMANDS = {
     "jobs": "jobs",
     "dlq": "dlq",
     "leases": "fleet",
+    "pools": "pools",
+    "nodes": "nodes",
     "workers": "fleet",
     "gpus": "fleet",
     "leader": "leader",

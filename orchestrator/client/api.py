@@ -53,6 +53,12 @@ class Api:
         given = {} if body is None else {"json": dict(body)}
         return self._send("POST", path, timeout=timeout_s + wait_s, **given)
 
+    def patch(self, path: str, body: Mapping[str, object]) -> Any:
+        return self._send("PATCH", path, json=dict(body))
+
+    def delete(self, path: str) -> Any:
+        return self._send("DELETE", path)
+
     def close(self) -> None:
         self._client.close()
 
@@ -75,6 +81,10 @@ class Api:
 
 def job_path(job_id: str, *more: str) -> str:
     return "/".join(["/jobs", _segment(job_id), *more])
+
+
+def pool_path(pool_id: str) -> str:
+    return f"/workers/pool/{_segment(pool_id)}"
 
 
 def lease_path(token: str, action: str) -> str:

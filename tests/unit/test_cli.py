@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli import COMMANDS, gpuorch, output, run
+from orchestrator.cli import pools as pools_command
 from orchestrator.embedded import DataDir
 from orchestrator.errors import ConfigError, OrchestratorError
 from tests.servers import free_port
@@ -100,6 +101,18 @@ def test_every_command_has_help():
         ["dlq", "purge", "--rate", "1"],
         ["dlq", "list", "--limit", "501"],
         ["dlq", "show"],
+        ["pools", "create", "p", "--workers", "-1"],
+        ["pools", "create", "p", "--metadata", "{"],
+        ["pools", "create", "p", "--provider", "aws"],
+        ["pools", "scale", "p"],
+        ["pools", "scale", "p", "many"],
+        ["pools", "swap", "p"],
+        ["pools", "drain"],
+        ["pools", "drain", "p", "--timeout", "-1"],
+        ["pools", "delete"],
+        ["nodes", "drain"],
+        ["nodes", "drain", "n", "--all"],
+        ["nodes", "resume"],
         ["serve", "--port", "many"],
         ["check-config", "--no-such-flag"],
     ],
@@ -265,8 +278,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def do_POST(self):
-        self.do_GET()
+    do_POST = do_PATCH = do_DELETE = do_GET  # noqa: N815 - the names that the library looks for
 
     def log_message(self, *args):
         pass
@@ -294,6 +306,10 @@ def test_an_unreachable_server_is_3_and_says_what_to_try(capsys):
         ["dlq", "list"],
         ["dlq", "show", "a"],
         ["dlq", "purge", "--yes"],
+        ["pools", "list"],
+        ["pools", "drain", "p", "--wait"],
+        ["pools", "delete", "p"],
+        ["nodes", "drain", "--all"],
     ):
         assert run([*arguments, "--url", url]) == 3
         errors = capsys.readouterr().err
@@ -514,6 +530,141 @@ def test_a_dry_run_says_so(server, capsys):
     assert "none, this was a dry run" in capsys.readouterr().out
     assert run(["dlq", "redrive", "--dry-run", "--json", "--url", server.url]) == 0
     assert json.loads(capsys.readouterr().out) == looked
+
+
+# --- pools and nodes ---
+
+
+def pool(status="running", **fields):
+    base = {"pool_id": "p", "status": status, "status_reason": None, "running": 0, "ready_slots": 0, "workers": 0}
+    times = {"oldest_running_seconds": None, "drain_seconds_left": None, "spawned_workers": 0, "desired_workers": 2}
+    return base | times | {"members": [], "assignments": []} | fields
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Looks at a pool follow one another at once."""
+    monkeypatch.setattr(pools_command, "LOOK_EVERY_S", 0)
+
+
+def test_what_pools_commands_send(server, capsys):
+    flags = ["--workers", "3", "--type", "answer", "--model", "llama", "--adapter", "lora", "--variant", "fp8"]
+    flags += ["--slots", "2", "--min-memory-mb", "0", "--gpu-count", "2", "--min", "1", "--max", "4", "--hold", "60"]
+    flags += ["--agent", "ann", "--provider", "external", "--metadata", '{"a": 1}', "--autosize"]
+    sent = {"desired_workers": 3, "type": "answer", "model_id": "llama", "adapter": "lora", "variant": "fp8"}
+    sent |= {"slots": 2, "min_memory_mb": 0, "gpu_count": 2, "min_workers": 1, "max_workers": 4, "hold_seconds": 60}
+    sent |= {"agent_name": "ann", "provider": "external", "metadata": {"a": 1}, "autosize": True}
+    for arguments, asked in (
+        (["create", "p", *flags], ("POST", "/workers/pool", {"pool_id": "p"} | sent)),
+        (["create"], ("POST", "/workers/pool", {})),
+        (["scale", "p", "0"], ("PATCH", "/workers/pool/p", {"desired_workers": 0})),
+        (
+            ["scale", "p", "--min", "1", "--no-autosize"],
+            ("PATCH", "/workers/pool/p", {"min_workers": 1, "autosize": False}),
+        ),
+        (
+            ["swap", "p", "--model", "m2", "--adapter", ""],
+            ("PATCH", "/workers/pool/p", {"model_id": "m2", "adapter": None}),
+        ),
+        (["drain", "p"], ("POST", "/control/drain_pool", {"pool_id": "p"})),
+        (["drain", "p", "--timeout", "0"], ("POST", "/control/drain_pool", {"pool_id": "p", "timeout_seconds": 0.0})),
+        (["evict", "p"], ("POST", "/control/evict_pool", {"pool_id": "p"})),
+        (["delete", "a/b"], ("DELETE", "/workers/pool/a%2Fb", None)),
+    ):
+        server.answers = [(200, pool())]
+        assert run(["pools", *arguments, "--url", server.url]) == 0, arguments
+        assert server.asked[-1] == asked
+    assert "a/b is forgotten" in capsys.readouterr().out
+
+
+def test_pools_and_nodes_are_listed_and_shown(server, capsys):
+    member = {"worker_id": "w", "node_id": "n", "trouble": "\x1b[31mred"}
+    shown = pool(members=[member], assignments=[{"node_id": "n", "revision": 1, "workers": 2}])
+    server.answers = [(200, {"pools": [pool(status_reason="cold")], "next_cursor": "p"}), (200, shown), (200, shown)]
+    assert run(["pools", "list", "--limit", "1", "--cursor", "o", "--url", server.url]) == 0
+    listed = capsys.readouterr()
+    assert "cold" in listed.out and "--cursor p" in listed.err
+    assert server.asked[0][1] == "/workers/pool?limit=1&cursor=o"
+    assert run(["pools", "show", "p", "--url", server.url]) == 0
+    text = capsys.readouterr().out
+    assert "WORKER_ID" in text and "REVISION" in text and "\x1b" not in text
+    assert run(["pools", "show", "p", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == shown
+    server.answers = [(200, {"pools": [], "next_cursor": None}), (200, {"nodes": [{"node_id": "n", "running": 3}]})]
+    assert run(["pools", "list", "--url", server.url]) == 0
+    assert run(["nodes", "list", "--url", server.url]) == 0
+    text = capsys.readouterr().out
+    assert "no pools" in text and "DRAIN_UNTIL" in text
+
+
+def test_a_refusal_about_a_pool_is_1(server, capsys):
+    server.answers = [(409, {"code": "pool_busy", "detail": "drain it"})]
+    assert run(["pools", "delete", "p", "--url", server.url]) == 1
+    assert capsys.readouterr().err == "gpuorch: 409 pool_busy: drain it\n"
+
+
+def test_waiting_for_a_drain_tells_of_each_change_once(server, capsys, quick):
+    two = pool("draining", running=2, oldest_running_seconds=41.6, drain_seconds_left=250.2)
+    one = two | {"running": 1, "oldest_running_seconds": 44.0}
+    server.answers = [
+        (202, {"pool_id": "p", "status": "draining"}),
+        *[(200, two)] * 3,
+        (200, one),
+        (200, pool("stopped")),
+    ]
+    assert run(["pools", "drain", "p", "--wait", "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "p  stopped\n"
+    assert shown.err.splitlines() == [
+        "2 running, oldest 42 s, handed back in 250 s",
+        "1 running, oldest 44 s, handed back in 250 s",
+    ]
+
+
+def test_on_a_terminal_waiting_is_a_bar_that_fits(server, capsys, quick, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    draining = [(200, pool("draining", running=n, oldest_running_seconds=9.0)) for n in (4, 1)]
+    server.answers = [(202, {"pool_id": "p", "status": "draining"}), *draining, (200, pool("stopped"))]
+    assert run(["pools", "drain", "p", "--wait", "--url", server.url]) == 0
+    lines = capsys.readouterr().err.split("\r")[1:]
+    assert [line.split("]")[0].count("#") for line in lines] == [0, 15]
+    assert all(len(line.rstrip("\n")) <= 49 for line in lines) and lines[-1].endswith("\n")
+    assert "1 running, oldest 9 s" in lines[-1]
+
+
+def test_ctrl_c_leaves_a_drain_going_and_says_so(server, capsys, monkeypatch):
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pools_command.time, "sleep", interrupt)
+    server.answers = [(202, {"pool_id": "p", "status": "draining"}), (200, pool("draining", running=1))]
+    assert run(["pools", "drain", "p", "--wait", "--url", server.url]) == 130
+    assert "p goes on draining; see gpuorch pools show p" in capsys.readouterr().err
+    assert [method for method, _, _ in server.asked] == ["POST", "GET"]
+
+
+@pytest.mark.parametrize(("end", "code"), [("running", 0), ("draining", 1), ("evicted", 1)])
+def test_waiting_for_a_new_pool(server, capsys, quick, end, code):
+    cold = pool("starting", status_reason="0 of 2 workers are ready")
+    server.answers = [(201, pool("starting")), (200, cold), (200, pool(end))]
+    assert run(["pools", "create", "p", "--wait", "--json", "--url", server.url]) == code
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["status"] == end
+    assert shown.err == "0 of 2 workers are ready\n"
+
+
+def test_nodes_are_drained_and_resumed(server, capsys):
+    for arguments, path, body in (
+        (["drain", "n", "--timeout", "5"], "/control/drain_node", {"node_id": "n", "timeout_seconds": 5.0}),
+        (["drain", "--all"], "/control/drain_node", {"all": True}),
+        (["resume", "n"], "/control/resume_node", {"node_id": "n"}),
+        (["resume", "--all", "--json"], "/control/resume_node", {"all": True}),
+    ):
+        server.answers = [(200, {"nodes": 1})]
+        assert run(["nodes", *arguments, "--url", server.url]) == 0
+        assert server.asked[-1] == ("POST", path, body)
+    assert capsys.readouterr().out.startswith("nodes told to drain: 1\n")
 
 
 # --- tables ---

@@ -1,0 +1,222 @@
+"""`gpuorch pools …`: workers that keep a model warm for a lane of jobs. Everything goes over HTTP."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from orchestrator.cli import REFUSED
+from orchestrator.cli.http import with_api
+from orchestrator.cli.options import Command, as_json
+from orchestrator.cli.output import print_json, print_record, print_table, printable, tell_of_next
+from orchestrator.cli.progress import Progress
+from orchestrator.client.api import Api, pool_path
+
+_LISTED = ("pool_id", "status", "desired_workers", "spawned_workers", "running", "model_id", "type", "status_reason")
+_MEMBERS = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble")
+_PLACES = ("node_id", "revision", "workers")
+#: Seconds between two looks at a pool that somebody waits for.
+LOOK_EVERY_S = 0.5
+
+Pool = dict[str, Any]
+
+_COUNT = click.IntRange(0, 4096)
+
+
+@click.group()
+def pools() -> None:
+    """Pools: workers that keep a model warm."""
+
+
+def _model(command: Command) -> Command:
+    """What says which model a pool serves."""
+    for flag, text in (
+        ("--variant", "Variant of the model; handlers read ctx.variant."),
+        ("--adapter", "Adapter on top of it; handlers read ctx.adapter."),
+        ("--model", "Model that every slot loads; handlers read ctx.model_id."),
+        ("--type", "Job type whose handler loads it before the first job."),
+    ):
+        name = "model_id" if flag == "--model" else flag.removeprefix("--")
+        command = click.option(flag, name, help=text)(command)
+    command = click.option("--gpu-count", type=click.IntRange(1, 64), help="GPUs of one slot.")(command)
+    command = click.option("--min-memory-mb", type=click.IntRange(0), help="GPU memory of one slot.")(command)
+    return click.option("--slots", type=click.IntRange(1, 512), help="Jobs that one worker runs at a time.")(command)
+
+
+def _size(command: Command) -> Command:
+    """What says how many workers it has, and when."""
+    hold = click.option(
+        "--hold", "hold_seconds", type=click.IntRange(0), help="Seconds without a job until only --min workers stay."
+    )
+    most = click.option("--max", "max_workers", type=_COUNT, help="At most so many, when it sizes itself.")
+    least = click.option("--min", "min_workers", type=_COUNT, help="So many stay however long it is idle.")
+    autosize = click.option("--autosize/--no-autosize", default=None, help="Let it size itself by its backlog.")
+    return least(most(hold(autosize(command))))
+
+
+def _metadata(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as wrong:
+        raise click.BadParameter(f"is no JSON: {wrong}") from None
+
+
+@pools.command()
+@click.argument("pool_id", required=False)
+@click.option("--workers", "desired_workers", type=_COUNT, help="Workers it should have.  [default: 1]")
+@_model
+@_size
+@click.option("--agent", "agent_name", help="Whose pool it is.")
+@click.option("--provider", type=click.Choice(["local", "external", "kubernetes"]), help="Who starts its workers.")
+@click.option("--metadata", callback=_metadata, metavar="JSON", help="An object that is kept with it.")
+@click.option("--wait", "waits", is_flag=True, help="Until it is running; exit 1 if it will not.")
+@with_api
+@as_json
+def create(api: Api, pool_id: str | None, *, waits: bool, as_json: bool, **fields: Any) -> int:
+    """Make a pool, or begin one anew that was stopped or evicted. Asking again for the same is fine."""
+    pool: Pool = api.post("/workers/pool", _given(pool_id=pool_id, **fields))
+    if waits:
+        pool = _wait(api, pool, "starting", _warming)
+    _show(pool, as_json=as_json)
+    return REFUSED if waits and pool["status"] != "running" else 0
+
+
+@pools.command("list")
+@click.option("--limit", type=click.IntRange(1, 1000), default=500, show_default=True)
+@click.option("--cursor", help="Continue where an earlier page ended.")
+@with_api
+@as_json
+def list_pools(api: Api, *, as_json: bool, **page: Any) -> None:
+    """List pools, by id."""
+    found = api.get("/workers/pool", page)
+    if as_json:
+        print_json(found)
+        return
+    print_table(_LISTED, found["pools"], empty="no pools")
+    tell_of_next(found)
+
+
+@pools.command()
+@click.argument("pool_id")
+@with_api
+@as_json
+def show(api: Api, pool_id: str, *, as_json: bool) -> None:
+    """Show a pool, where its workers should be, and those it has."""
+    pool = api.get(pool_path(pool_id))
+    if as_json:
+        print_json(pool)
+        return
+    print_record({key: value for key, value in pool.items() if key not in {"members", "assignments"}})
+    for key, columns in (("assignments", _PLACES), ("members", _MEMBERS)):
+        click.echo()
+        print_table(columns, pool[key], empty=f"no {key}")
+
+
+@pools.command()
+@click.argument("pool_id")
+@click.argument("workers", type=_COUNT, required=False)
+@_size
+@with_api
+@as_json
+def scale(api: Api, pool_id: str, workers: int | None, *, as_json: bool, **fields: Any) -> None:
+    """Have WORKERS workers, or other limits; what is loaded stays loaded."""
+    _change(api, pool_id, _given(desired_workers=workers, **fields), as_json=as_json)
+
+
+@pools.command()
+@click.argument("pool_id")
+@_model
+@with_api
+@as_json
+def swap(api: Api, pool_id: str, *, as_json: bool, **fields: Any) -> None:
+    """Serve another model: new workers load it, then the old ones leave. An empty text takes a field away."""
+    given = {key: None if value == "" else value for key, value in _given(**fields).items()}
+    _change(api, pool_id, given, as_json=as_json)
+
+
+@pools.command()
+@click.argument("pool_id")
+@click.option("--timeout", type=click.FloatRange(0), help="Seconds that running jobs get; then they are handed back.")
+@click.option("--wait", "waits", is_flag=True, help="Until it is stopped. Ctrl-C leaves it draining.")
+@with_api
+@as_json
+def drain(api: Api, pool_id: str, *, timeout: float | None, waits: bool, as_json: bool) -> None:
+    """Start no more jobs of it, let those that run end, and stop its workers."""
+    pool: Pool = api.post("/control/drain_pool", _given(pool_id=pool_id, timeout_seconds=timeout))
+    if waits:
+        pool = _wait(api, pool, "draining", _Draining())
+    _show(pool, as_json=as_json)
+
+
+@pools.command()
+@click.argument("pool_id")
+@with_api
+@as_json
+def evict(api: Api, pool_id: str, *, as_json: bool) -> None:
+    """End it now; jobs that run are handed back, uncharged."""
+    _show(api.post("/control/evict_pool", {"pool_id": pool_id}), as_json=as_json)
+
+
+@pools.command()
+@click.argument("pool_id")
+@with_api
+def delete(api: Api, pool_id: str) -> None:
+    """Forget a pool that is stopped or evicted."""
+    api.delete(pool_path(pool_id))
+    click.echo(f"{pool_id} is forgotten")
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _change(api: Api, pool_id: str, fields: dict[str, Any], *, as_json: bool) -> None:
+    if not fields:
+        raise click.UsageError("say what should change")
+    _show(api.patch(pool_path(pool_id), fields), as_json=as_json)
+
+
+def _show(pool: Pool, *, as_json: bool) -> None:
+    if as_json:
+        print_json(pool)
+    else:
+        why = f"  {printable(pool['status_reason'])}" if pool.get("status_reason") else ""
+        click.echo(f"{pool['pool_id']}  {pool['status']}{why}")
+
+
+def _wait(api: Api, pool: Pool, status: str, how: Callable[[Pool], tuple[float, str]]) -> Pool:
+    """The pool once it has left this status. `how` it goes is the share that is done, and a text."""
+    path = pool_path(pool["pool_id"])
+    try:
+        with Progress() as progress:
+            while (pool := api.get(path))["status"] == status:
+                progress.show(*how(pool), change=(pool["running"], pool["ready_slots"], pool["status_reason"]))
+                time.sleep(LOOK_EVERY_S)
+    except KeyboardInterrupt:
+        click.echo(f"{pool['pool_id']} goes on {status}; see gpuorch pools show {pool['pool_id']}", err=True)
+        raise
+    return pool
+
+
+def _warming(pool: Pool) -> tuple[float, str]:
+    share = pool["spawned_workers"] / max(pool["desired_workers"], 1)
+    return share, pool["status_reason"] or f"{pool['workers']} workers are starting"
+
+
+class _Draining:
+    """Of the most jobs that were seen running, how many are over."""
+
+    def __init__(self) -> None:
+        self._most = 1
+
+    def __call__(self, pool: Pool) -> tuple[float, str]:
+        running, oldest, left = pool["running"], pool["oldest_running_seconds"], pool["drain_seconds_left"]
+        self._most = max(self._most, running)
+        parts = [f"{running} running"]
+        parts += [] if oldest is None else [f"oldest {oldest:.0f} s"]
+        parts += [] if left is None else [f"handed back in {left:.0f} s"]
+        return 1 - running / self._most, ", ".join(parts)
