@@ -44,11 +44,15 @@ class Service:
         """What its slots have handlers for; none before the first of them is up."""
         return self._session.types if self._session else ()
 
+    @property
+    def warm(self) -> bool:
+        """Whether it takes jobs, or only lacks memory that others may hold for its sake."""
+        return self._session is not None and (self._session.usable or self._session.blocked)
+
     def resize(self, slots: int) -> None:
-        if slots != self.post.slots:
-            self.post = self.post._replace(slots=slots)
-            if self._session is not None:
-                self._session.resize(slots)
+        self.post = self.post._replace(slots=slots)
+        if self._session is not None:
+            self._session.resize(slots)
 
     def leave(self, grace_s: float) -> None:
         """Take no more jobs; those that run may end within `grace_s`. Said again, that time counts from now."""
@@ -64,10 +68,8 @@ class Service:
         try:
             while not self._leaving.is_set():
                 self._one_session()
-        except Exception:
-            log.exception("post given up", extra={"pool_id": self.post.pool_id})  # whoever started it starts another
         finally:
-            self.over.set()
+            self.over.set()  # whoever started it may start another
 
     def _one_session(self) -> None:
         session = self._session = self._new_session(self.post)
@@ -75,12 +77,14 @@ class Service:
             session.begin()
             while not (session.over.wait(1.0) or self._leaving.is_set()):
                 pass
-            if session.lost:
-                session.abandon()
-            else:
+            if not session.lost:
                 session.leave(self._grace_s)
                 session.end()
+                return
         except Unavailable as away:
             log.warning("worker waits for its servers", extra={"error": str(away), "pool_id": self.post.pool_id})
-            session.abandon()
+        except Exception:
+            log.exception("session broke", extra={"pool_id": self.post.pool_id})
+        session.abandon()
+        if not session.lost:
             self._leaving.wait(RETRY_EVERY_S)

@@ -191,7 +191,18 @@ class Session:
             self._post.revision,
         )
 
+    @property
+    def usable(self) -> bool:
+        return self._slots.usable() > 0
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it waits for GPU memory."""
+        return self._preloader is not None and self._preloader.blocked
+
     def resize(self, slots: int) -> None:
+        if slots == self._slots.count:
+            return
         self._slots.resize(slots)
         if self._keepalive is not None:
             self._keepalive.poke()
@@ -359,7 +370,7 @@ class Session:
             self._slots.count,
             self._slots.usable(),
             self._trouble(),
-            self._preloader is not None and self._preloader.blocked,
+            self.blocked,
             self._load_s,
         )
 

@@ -121,12 +121,12 @@ class Supervisor:
     def _converge(self) -> None:
         self._services = {key: service for key, service in self._services.items() if not service.over.is_set()}
         wanted = {duty.post.key: duty for duty in self._duties}
-        for key, service in self._services.items():
-            self._adjust(service, wanted.get(key))
         for key, duty in wanted.items() if self._node_leave_s is None else ():
             if key not in self._services and duty.leave_s is None and not duty.outdated and duty.post.slots:
                 self._services[key] = service = Service(duty.post, self._new_session)
                 service.start()
+        for key, service in self._services.items():
+            self._adjust(service, wanted.get(key))
 
     def _adjust(self, service: Service, duty: Duty | None) -> None:
         limits = [limit for limit in (self._node_leave_s, duty and duty.leave_s) if limit is not None]
@@ -134,8 +134,16 @@ class Supervisor:
             service.leave(min(limits))
         elif duty is not None and not service.leaving:
             service.resize(duty.post.slots)
-        elif not service.leaving:  # nobody wants it any more, and nobody is in a hurry
+        elif not service.leaving and not self._fills_in(service):  # nobody wants it any more, nobody is in a hurry
             service.leave(self._settings.pool_drain_s)
+
+    def _fills_in(self, service: Service) -> bool:
+        """Whether it serves its pool while the one that follows it is not warm yet."""
+        pool_id, revision = service.post.key
+        return any(
+            other.post.pool_id == pool_id and other.post.revision > revision and not other.warm
+            for other in self._services.values()
+        )
 
     def _new_session(self, post: Post) -> Session:
         return Session(self._settings, self._db, self._hub, self._publisher, post)

@@ -1,6 +1,6 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
-python -m tests.bench [--jobs 10000] [--leases 4096] [--rounds 3] [--slots 16] [--only jobs|leases] [--json]
+python -m tests.bench [--jobs 10000] [--leases 4096] [--rounds 3] [--slots 16] [--only jobs|leases|pools] [--json]
 """
 
 import argparse
@@ -15,6 +15,7 @@ from tests.bench import raw
 from tests.bench.leases import Leases
 from tests.bench.ours import Ours
 from tests.bench.trial import Trial
+from tests.bench.warmth import LOAD_S, Warmth
 from tests.servers import MariaDB, Redis
 
 #: Lease grants to a transaction.
@@ -27,10 +28,9 @@ def main() -> None:
     with MariaDB() as mariadb, Redis() as redis:
         for number in range(options.rounds):
             print(f"round {number + 1} of {options.rounds} …", file=sys.stderr, flush=True)
-            if options.only != "jobs":
-                _grants(mariadb, options, figures)
-            if options.only != "leases":
-                _round(mariadb, redis, options, figures)
+            for part, measure in PARTS.items():
+                if options.only in (None, part):
+                    measure(mariadb, redis, options, figures)
     medians = {name: statistics.median(values) for name, values in figures.items()}
     _report(medians, figures, options)
 
@@ -54,7 +54,7 @@ def _round(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures:
             ours.close()
 
 
-def _grants(mariadb: MariaDB, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+def _grants(mariadb: MariaDB, _redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
     """As many to a transaction as 64 callers wait for at a time, and one by one."""
     leases = Leases(mariadb.create_database("bench_leases"))
     try:
@@ -66,6 +66,20 @@ def _grants(mariadb: MariaDB, options: argparse.Namespace, figures: dict[str, li
         leases.close()
 
 
+def _pools(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        warmth = Warmth(mariadb.create_database("bench_pools"), redis.url, Path(folder))
+        try:
+            for before, seconds in warmth.measure().items():
+                figures[f"{before}: ms to a result, load {LOAD_S * 1000:g}"] += [1000 * one for one in seconds]
+        finally:
+            warmth.close()
+
+
+PARTS = {"leases": _grants, "jobs": _round, "pools": _pools}
+
+
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
     ratios: dict[str, float] = {}
     if "ours: drain" in medians:
@@ -75,14 +89,14 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
             "ours: submit ÷ trial: submit": medians["ours: submit"] / medians["trial: submit"],
             "ours: whole run ÷ raw SQL cycle": whole / medians["raw SQL cycle, batches of 100"],
         }
-    for label in BATCHES.values() if options.only != "jobs" else ():
+    for label in BATCHES.values() if options.only in (None, "leases") else ():
         ratio = medians[f"ours: lease grants, {label}"] / medians[f"raw: lease grants, {label}"]
         ratios[f"lease grants, {label}: ours ÷ raw"] = ratio
     if options.json:
         print(json.dumps({"per_second": figures, "medians": medians, "ratios": ratios}, indent=1))
         return
     print(f"{options.jobs} echo jobs, {options.slots} slots, {options.leases} leases, {options.rounds} rounds")
-    print("jobs or leases per second, median [range]")
+    print("jobs or leases per second, or what is said; median [range]")
     for name, values in figures.items():
         print(f"  {name:36s} {medians[name]:10,.2f}   [{min(values):,.2f} … {max(values):,.2f}]")
     for name, ratio in ratios.items():
@@ -93,7 +107,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--leases", type=int, default=4096)
-    parser.add_argument("--only", choices=("jobs", "leases"))
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--json", action="store_true")

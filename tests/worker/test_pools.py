@@ -313,3 +313,19 @@ def test_a_worker_that_somebody_else_started_follows_its_pool(cluster, orchestra
     create(cluster, provider="external")
     until(cluster, warm(1))
     cluster.wait_for(job, "running")
+
+
+def test_a_worker_that_somebody_else_started_swaps_without_a_gap(cluster, orchestrator, start, loads):
+    create(cluster, provider="external")
+    start(worker_pool="chat", worker_slots=1)
+    until(cluster, warm(1))
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(model_id="m2")))
+    seen = []
+
+    def swapped(row):
+        seen.append(row["ready_slots"])
+        return {member["revision"] for member in row["members"]} == {2} and row["ready_slots"] == 1
+
+    until(cluster, swapped)
+    assert min(seen) >= 1, seen
+    assert cluster.wait_for(submit(orchestrator, "answer", {}, pool_id="chat"), "done")["result"]["model"] == "m2"
