@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from orchestrator import __version__
-from orchestrator.api import cluster, dlq, health, job_actions, jobs, leases, problems, submit
+from orchestrator.api import cluster, dlq, fetch, health, job_actions, jobs, leases, problems, submit, workers
 from orchestrator.api.backend import Backend
 from orchestrator.api.guard import Guard
 from orchestrator.api.replies import Json
@@ -35,6 +35,7 @@ def create_app(orchestrator: Orchestrator) -> FastAPI:
     app.state.backend = Backend(orchestrator)
     problems.install(app)
     app.add_middleware(Guard, bound_host=orchestrator.settings.host)
-    for module in (submit, jobs, job_actions, dlq, leases, cluster, health):
+    # /jobs/dispatchable before /jobs/{job_id}, which would take it for an id.
+    for module in (submit, fetch, jobs, job_actions, dlq, leases, workers, cluster, health):
         app.include_router(module.router)
     return app

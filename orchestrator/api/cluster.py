@@ -1,4 +1,4 @@
-"""What the cluster consists of: workers, GPUs, the leader."""
+"""What the cluster consists of beside workers: GPUs, the leader."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from fastapi import APIRouter
 
 from orchestrator.api.backend import Api
 from orchestrator.api.replies import Json
-from orchestrator.store import gpus, leadership, nodes
+from orchestrator.store import gpus, leadership
 
 router = APIRouter(tags=["cluster"])
-
-
-@router.get("/workers")
-async def list_workers(api: Api) -> Json:
-    """Workers that are alive or were within the last hour."""
-    return Json({"workers": await api.read(nodes.list_workers)})
 
 
 @router.get("/gpus")

@@ -214,6 +214,7 @@ def _request(by: Claimant, job: _Offered, memory_for: Callable[[str], int | None
         job_id=job.job_id,
         attempt=job.attempt + 1,
         worker_id=by.worker_id,
+        pid=by.pid,
         model_id=job.model_id,
     )
 

@@ -44,6 +44,8 @@ class Claimant:
     pool_id: str
     lease_ttl_s: float = 0.0
     terms: Terms = field(default_factory=lambda: Terms(0.0))
+    #: The process that uses what it leases, with all it starts; None for slots, which are recognised otherwise.
+    pid: int | None = None
 
     @property
     def owner(self) -> str | None:

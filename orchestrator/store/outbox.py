@@ -89,8 +89,10 @@ def known_lanes(conn: Connection) -> list[str]:
 
 
 def live_slots(conn: Connection, lane: str) -> int:
-    """Slots of the workers that read this lane."""
+    """Slots of the workers that read this lane; HTTP workers look at the rows instead."""
     total = conn.execute(
-        select(func.sum(workers.c.slots)).where(workers.c.pool_id == lane, workers.c.status == "active")
+        select(func.sum(workers.c.slots)).where(
+            workers.c.pool_id == lane, workers.c.status == "active", workers.c.kind == "process"
+        )
     ).scalar()
     return int(total or 0)
