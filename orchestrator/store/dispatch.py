@@ -9,6 +9,7 @@ announces no more, and jobs are taken as they are: ready. So the stream is bound
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,8 +18,8 @@ from sqlalchemy import Connection, bindparam, or_, select
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.jobs import Queued
-from orchestrator.store import registry
-from orchestrator.store.claim import Claim, claim_jobs
+from orchestrator.store import audit, registry
+from orchestrator.store.claim import CLAIMABLE, Claim, claim_jobs
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant
@@ -68,7 +69,7 @@ _QUEUES = tuple(_waiting(queued) for queued in (Queued.ANNOUNCED, Queued.READY))
 _LOCK = Hot(
     lambda ids: by_key(
         select(jobs.c.job_id)
-        .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED)))
+        .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_(CLAIMABLE))
         .with_for_update(skip_locked=True),
         jobs,
     )
@@ -135,7 +136,8 @@ class Claiming:
         found = registry.find(conn, {fetch.worker_id for fetch in self._fetches}, lock=True)
         if self._offers is None:
             self._offers = _locked(conn, _choose(conn, self._fetches, found))
-        return [self._claim(conn, *item, found) for item in zip(self._fetches, self._offers, strict=True)]
+        with audit.together(conn):
+            return [self._claim(conn, *item, found) for item in zip(self._fetches, self._offers, strict=True)]
 
     def _claim(self, conn: Connection, fetch: Fetch, offer: list[str], found: Mapping[str, Fetcher]) -> Answer:
         try:
@@ -144,22 +146,24 @@ class Claiming:
             return refused
         types = fetcher.worker.types
         answers = claim_jobs(conn, self._claimant(fetcher), offer, lambda kind: 0 if kind in types else None)
-        return [answer for answer in answers.values() if isinstance(answer, Claim)]
+        # In order of rank, as they were offered: a worker begins with the first.
+        return [claim for job_id in offer if isinstance(claim := answers.get(job_id), Claim)]
 
 
 def _choose(conn: Connection, fetches: Sequence[Fetch], found: Mapping[str, Fetcher]) -> list[list[str]]:
     """For each wish the jobs to offer; no job is offered twice."""
-    lanes: dict[str, _LaneView] = {}
-    chosen: list[list[str]] = []
+    living = {name: fetcher for name, fetcher in found.items() if fetcher.alive}
+    wanted: Counter[str] = Counter()
     for fetch in fetches:
-        fetcher = found.get(fetch.worker_id)
-        if fetcher is None or not fetcher.alive:
-            chosen.append([])
-            continue
-        lane = fetcher.worker.pool_id
-        view = lanes.setdefault(lane, _LaneView(conn, lane))
-        chosen.append(view.take(fetcher, min(fetch.most, fetcher.worker.slots)))
-    return chosen
+        if fetch.worker_id in living:
+            wanted[living[fetch.worker_id].worker.pool_id] += fetch.most
+    lanes = {lane: _LaneView(conn, lane, most) for lane, most in wanted.items()}
+    return [
+        lanes[fetcher.worker.pool_id].take(fetcher, min(fetch.most, fetcher.worker.slots))
+        if (fetcher := living.get(fetch.worker_id))
+        else []
+        for fetch in fetches
+    ]
 
 
 def _locked(conn: Connection, offers: list[list[str]]) -> list[list[str]]:
@@ -170,25 +174,28 @@ def _locked(conn: Connection, offers: list[list[str]]) -> list[list[str]]:
 
 
 class _LaneView:
-    """What waits in a lane, less what was given out in this transaction; looked up as far as it is needed."""
+    """What waits in a lane, less what was given out in this transaction.
 
-    def __init__(self, conn: Connection, lane: str) -> None:
+    Looked up as far as is `wanted`, and as far as one look goes when that was not enough.
+    """
+
+    def __init__(self, conn: Connection, lane: str, wanted: int) -> None:
         self._conn = conn
         self._lane = lane
-        self._depth = 0
-        self._jobs: list[Waiting] = []
+        self._depth = min(wanted, DEPTH)
+        self._jobs = look(conn, lane, self._depth)
         self._given: set[str] = set()
 
     def take(self, fetcher: Fetcher, most: int) -> list[str]:
-        chosen = self._suiting(fetcher, most, depth=2 * (len(self._given) + most))
-        if len(chosen) < most:
-            chosen = self._suiting(fetcher, most, DEPTH)
+        chosen = self._suiting(fetcher, most)
+        if len(chosen) < most and self._depth < DEPTH and len(self._jobs) >= self._depth:
+            self._jobs, self._depth = look(self._conn, self._lane), DEPTH
+            chosen = self._suiting(fetcher, most)
         if len(chosen) < most and len(self._jobs) >= DEPTH:
             chosen += self._hopeless(fetcher, most - len(chosen))
         return self._give(chosen)
 
-    def _suiting(self, fetcher: Fetcher, most: int, depth: int) -> list[Waiting]:
-        self._look(min(depth, DEPTH))
+    def _suiting(self, fetcher: Fetcher, most: int) -> list[Waiting]:
         return [job for job in self._left() if job.suits(fetcher.worker.types, fetcher.has_gpus)][:most]
 
     def _hopeless(self, fetcher: Fetcher, room: int) -> list[Waiting]:
@@ -200,11 +207,6 @@ class _LaneView:
         stuck = [job for job in self._left() if not any(job.suits(*team) for team in teams)]
         own = [job for job in stuck if job.type in fetcher.worker.types]  # a GPU may come at this moment: not too many
         return [job for job in stuck if job not in own][:PUT_OFF] + own[:room]
-
-    def _look(self, depth: int) -> None:
-        """Once is enough when a look came back with less than it could."""
-        if depth > self._depth and len(self._jobs) >= self._depth:
-            self._jobs, self._depth = look(self._conn, self._lane, depth), depth
 
     def _left(self) -> Iterable[Waiting]:
         return [job for job in self._jobs if job.job_id not in self._given]
