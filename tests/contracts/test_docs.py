@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from orchestrator import errors, settings
-from orchestrator.api import cluster, dlq, health, job_actions, jobs, leases, problems, submit
+from orchestrator.api import cluster, dlq, fetch, health, job_actions, jobs, leases, problems, submit, workers
 from orchestrator.cli import gpuorch
 from orchestrator.client import errors as client_errors
 from orchestrator.jobs import Status
@@ -107,9 +107,8 @@ def _is_complete(words: list[str]) -> bool:
 
 def wrong_path(line: str) -> str | None:
     """Why a curl line asks for something that the API does not have."""
-    routes = [
-        route for module in (submit, jobs, job_actions, dlq, leases, cluster, health) for route in module.router.routes
-    ]
+    modules = (submit, fetch, jobs, job_actions, dlq, leases, workers, cluster, health)
+    routes = [route for module in modules for route in module.router.routes]
     for path in re.findall(r"localhost:8008(/[^\s'\"?]*)", line):
         if not any(route.path_regex.fullmatch(path) for route in routes):
             return f"no path {path}: {line}"
