@@ -18,8 +18,16 @@ from orchestrator.store.dispatch import Claiming, Fetch
 from orchestrator.store.moves import Claimant
 from orchestrator.store.registry import Fetcher
 from orchestrator.store.reports import Ended, Heard, Report
-from orchestrator.store.settle import never_started
+from orchestrator.store.settle import End, never_started
 from orchestrator.telemetry import metrics
+
+#: Characters of a result that weigh as much as a report without one: 500 results of a megabyte are too much at once.
+BULKY = 65_536
+
+
+def _weight(report: Report) -> int:
+    result = report.event.result if isinstance(report.event, End) else None
+    return 1 + len(result or "") // BULKY
 
 
 class RemoteWork:
@@ -33,8 +41,10 @@ class RemoteWork:
         self._settings = settings
         self._policy = policy
         self._terms = terms
-        self._claims: Batcher[Fetch, list[Claim]] = Batcher("claim-batcher", self._claim, max_batch=100)
-        self._reports: Batcher[Report, Ended | Heard] = Batcher("report-batcher", self._write)
+        self._claims: Batcher[Fetch, list[Claim]] = Batcher(
+            "claim-batcher", self._claim, weight=lambda fetch: fetch.most
+        )
+        self._reports: Batcher[Report, Ended | Heard] = Batcher("report-batcher", self._write, weight=_weight)
 
     def claim(self, fetch: Fetch) -> Future[list[Claim]]:
         return self._claims.submit(fetch)

@@ -1,13 +1,15 @@
 """Claims and reports of HTTP workers: what they cost others, and what survives a lost commit."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 
 from orchestrator.errors import WorkerLost, WorkerNotFound
 from orchestrator.store import dispatch, registry, schema
-from orchestrator.store.claim import Claim, claim_jobs
+from orchestrator.store.claim import claim_jobs
 from orchestrator.store.dispatch import Claiming, Fetch
 from tests.factories import POLICY, gpu, hire, history, is_sqlite, many_jobs, now, row, rows, set_job, status, submit
 from tests.fetchers import claimant, enlist
@@ -68,18 +70,46 @@ def test_those_who_wait_are_told_once_a_job_and_the_dead_at_once(db):
     assert "nobody" in db.read(lambda conn: dispatch.openings(conn, waiting))
 
 
+@contextmanager
+def neighbour_of(db):
+    """A transaction of somebody else that lasts; the server would end it after a second."""
+    with db.engine.connect() as connection:
+        connection.exec_driver_sql("SET idle_transaction_timeout = 60")
+        connection.commit()
+        yield connection
+        connection.rollback()
+        connection.invalidate()
+
+
+def unhindered(call):
+    """What the call returns, which must not wait for the neighbour."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(call).result(4)  # a wait for a row takes as long as eight tries of a second each
+
+
 def test_a_row_in_somebody_elses_hands_is_passed_over(maria_db):
     """A neighbour that claims, cancels or ends a job holds its row: nobody waits for that."""
     remote, hand, ids = enlist(maria_db), hire(maria_db), submit(maria_db, 3)
-    with maria_db.engine.connect() as neighbour:
+    with neighbour_of(maria_db) as neighbour:
         claim_jobs(neighbour, hand.by, ids[:2], lambda _type: 0)
-        got: list[list[Claim]] = []
-        thread = threading.Thread(target=lambda: got.append(remote.fetch(3)), name="fetch")
-        thread.start()
-        thread.join(5)
-        assert not thread.is_alive(), "it waited for a neighbour's transaction"
-        neighbour.rollback()
-    assert [claim.job_id for claim in got[0]] == ids[2:]
+        assert [claim.job_id for claim in unhindered(lambda: remote.fetch(3))] == ids[2:]
+
+
+def test_a_job_that_needs_no_gpu_does_not_wait_for_one(maria_db):
+    """Whether a worker's node has GPUs is looked up, not locked: heartbeats write those rows all the time."""
+    hire(maria_db, gpu())
+    remote, _ = enlist(maria_db, node="node-1"), submit(maria_db)
+    with neighbour_of(maria_db) as neighbour:
+        neighbour.execute(schema.gpus.update().values(used_mb=1))
+        assert len(unhindered(remote.fetch)) == 1
+
+
+def test_a_heartbeat_leaves_a_worker_draining_that_somebody_drains(db):
+    remote = enlist(db)
+    db.write(lambda conn: conn.execute(schema.workers.update().values(status="draining")))
+    db.write(lambda conn: registry.heartbeat(conn, remote.worker_id, 1, None, None))
+    (worker,) = rows(db, schema.workers)
+    assert (worker.status, worker.busy) == ("draining", 1)
 
 
 def test_who_leaves_while_it_claims_keeps_nothing(maria_db):
