@@ -11,6 +11,7 @@ from orchestrator.jobs import NewJob, RetryPolicy
 from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leases import Denied, Granted, LeaseRequest, Terms
 from orchestrator.publisher import Publisher
+from orchestrator.remote import RemoteWork
 from orchestrator.settings import Settings
 from orchestrator.store import grants
 from orchestrator.store.batcher import Batcher
@@ -35,7 +36,7 @@ class Orchestrator:
         self.holder = instance_id()
         self.db = Database(settings)
         self.hub = Hub(settings)
-        self._policy = RetryPolicy.of(settings)
+        self.policy = RetryPolicy.of(settings)
         self._terms = Terms.of(settings)
         self.publisher = Publisher(self.db, self.hub, settings)
         self.leader = LeaderLoop(self.db, self.hub, self.publisher, settings, self.holder)
@@ -43,6 +44,7 @@ class Orchestrator:
             "submit-batcher", self._store, weight=lambda item: len(item.jobs), flushers=3
         )
         self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
+        self.remote = RemoteWork(self.db, self.publisher, settings, self.policy, self._terms)
 
     def start(self) -> None:
         self.publisher.start()
@@ -52,6 +54,7 @@ class Orchestrator:
         """Accept no more, finish what was accepted, resign, disconnect."""
         self._submits.close(self.settings.db_timeout_s)
         self._leases.close(self.settings.db_timeout_s)
+        self.remote.close(self.settings.db_timeout_s)
         self.leader.close()
         self.publisher.close()
         self.hub.close()
@@ -67,7 +70,7 @@ class Orchestrator:
     def _store(self, submissions: list[Submission]) -> list[list[Verdict]]:
         """Flush of the submit batcher: one transaction for all requests that waited, then a nudge per lane."""
         batch = [job for submission in submissions for job in submission.jobs]
-        verdicts = submit_jobs(self.db, batch, self._policy)
+        verdicts = submit_jobs(self.db, batch, self.policy)
         created = [job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED]
         for lane in {job.spec.pool_id for job in created}:
             self.publisher.nudge(lane)

@@ -11,9 +11,12 @@ OrchestratorError
 │   ├── LeaseNotFound      lease_not_found
 │   ├── GpuNotFound        gpu_not_found
 │   ├── PoolNotFound       pool_not_found
-│   └── NodeNotFound       node_not_found
+│   ├── NodeNotFound       node_not_found
+│   └── WorkerNotFound     worker_not_found
 ├── JobConflict            job_conflict          same job_id, other content
 ├── JobEnded               job_ended             too late to cancel it
+├── JobCancelled           job_cancelled         the job was cancelled; what its worker reports does not count
+├── NotOwner               not_owner             the attempt does not own the job; stop it, nothing was written
 ├── NotRedrivable          not_redrivable        only a job that ended badly can be started over
 ├── RedriveLimit           redrive_limit         it was started over as often as allowed
 ├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
@@ -23,6 +26,7 @@ OrchestratorError
 ├── NotLeader              not_leader            another instance leads; ask that one
 ├── Overloaded             overloaded            too much waits already; try again later
 ├── StaleEpoch             stale_epoch           another leader took over; this write had no effect
+├── WorkerExists           worker_exists         a worker with this id is alive, or something of it is left
 ├── WorkerLost             worker_lost           the leader gave this worker's jobs away
 └── Unavailable            unavailable           a server does not answer; nothing is known to be lost
     ├── DatabaseUnavailable  database_unavailable
@@ -106,6 +110,21 @@ class JobEnded(OrchestratorError):
         super().__init__(f"job {job_id!r} is {status} already; there is nothing left to cancel")
 
 
+class JobCancelled(OrchestratorError):
+    code = "job_cancelled"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"job {job_id!r} was cancelled and has ended as that; what its attempt reports does not count")
+
+
+class NotOwner(OrchestratorError):
+    code = "not_owner"
+
+    def __init__(self, job_id: str, attempt: int, worker_id: str, status: str) -> None:
+        who = f"attempt {attempt} of worker {worker_id}"
+        super().__init__(f"{who} does not own job {job_id!r}, which is {status}; stop it, nothing was written")
+
+
 class NotRedrivable(OrchestratorError):
     code = "not_redrivable"
 
@@ -178,6 +197,13 @@ class NotLeader(OrchestratorError):
         self.holder = holder
 
 
+class WorkerNotFound(NotFound):
+    code = "worker_not_found"
+
+    def __init__(self, worker_id: str) -> None:
+        super().__init__(f"no worker {worker_id!r} came over HTTP; begin with POST /workers/register")
+
+
 class Overloaded(OrchestratorError):
     code = "overloaded"
 
@@ -193,6 +219,14 @@ class StaleEpoch(OrchestratorError):
         super().__init__(f"epoch {epoch} no longer leads; the write was refused")
         #: The epoch that refused it, where that is known.
         self.newest = newest
+
+
+class WorkerExists(OrchestratorError):
+    code = "worker_exists"
+
+    def __init__(self, worker_id: str) -> None:
+        why = "is alive, or jobs or leases of it are left"
+        super().__init__(f"worker {worker_id!r} {why}; wait for its timeout, or leave worker_id out to get a new one")
 
 
 class WorkerLost(OrchestratorError):

@@ -243,7 +243,7 @@ class Settings(BaseModel):
     payload_max_bytes: Bytes = _is(1_048_576, "largest payload and largest result of a job; at most 6 MiB")
     payload_max_depth: UpTo512 = _is(64, "deepest nesting of a payload")
     batch_max_jobs: Count = _is(1000, "most jobs in one batch submit")
-    wait_max_s: Seconds = _is(60.0, "longest time a request may wait for a job to finish")
+    wait_max_s: Seconds = _is(60.0, "longest time a request may wait: for a job to finish, or for one to claim")
     db_pool_size: UpTo512 = _is(
         10, "database connections per process and kind (transactions, reads); twice that under load"
     )

@@ -8,14 +8,27 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from orchestrator import __version__
-from orchestrator.api import cluster, control, dlq, health, job_actions, jobs, leases, pools, problems, submit
+from orchestrator.api import (
+    cluster,
+    control,
+    dlq,
+    fetch,
+    health,
+    job_actions,
+    jobs,
+    leases,
+    pools,
+    problems,
+    submit,
+    workers,
+)
 from orchestrator.api.backend import Backend
 from orchestrator.api.guard import Guard
 from orchestrator.api.replies import Json
 from orchestrator.daemon import Orchestrator
 
-#: Every module with a router.
-NOUNS = (submit, jobs, job_actions, dlq, leases, pools, control, cluster, health)
+#: Every module with a router. `fetch` before `jobs`, which would take /jobs/dispatchable for a job's id.
+NOUNS = (submit, fetch, jobs, job_actions, dlq, leases, workers, pools, control, cluster, health)
 
 
 def create_app(orchestrator: Orchestrator) -> FastAPI:

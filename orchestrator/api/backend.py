@@ -17,8 +17,12 @@ from orchestrator.daemon import Orchestrator
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.jobs import NewJob
 from orchestrator.leases import Denied, Granted, LeaseRequest
-from orchestrator.store import job_reads, leases
+from orchestrator.store import dispatch, job_reads, leases
+from orchestrator.store.claim import Claim
 from orchestrator.store.dead_letters import Removed
+from orchestrator.store.dispatch import Fetch
+from orchestrator.store.reports import Ended, Heard, Report, Sign
+from orchestrator.store.settle import End
 from orchestrator.store.submit import Verdict
 
 T = TypeVar("T")
@@ -31,6 +35,7 @@ class Backend:
         self.orchestrator = orchestrator
         self.settings = orchestrator.settings
         self.waiters = Waiters(self._ended)
+        self.openings = Waiters(self._openings)
         self.gauges = Gauges(orchestrator)
         self.probes = Probes(orchestrator)
         self.teller = Teller(orchestrator.hub)
@@ -58,6 +63,22 @@ class Backend:
             self.teller.ring()  # workers hear which of their warm models must leave
         return answer
 
+    async def claim(self, fetch: Fetch) -> list[Claim]:
+        future = self.orchestrator.remote.claim(fetch)
+        try:
+            # Shielded, as above: these jobs must not stay with a worker that never hears of them.
+            return await self._limited(asyncio.shield(asyncio.wrap_future(future)))
+        except BaseException:
+            future.add_done_callback(lambda late: self._unclaim(fetch, late))
+            raise
+
+    def _unclaim(self, fetch: Fetch, late: Future[list[Claim]]) -> None:
+        if not late.cancelled() and not late.exception():
+            self.orchestrator.remote.hand_back(fetch.worker_id, late.result())
+
+    async def report(self, worker_id: str, event: End | Sign) -> Ended | Heard:
+        return await self._limited(asyncio.wrap_future(self.orchestrator.remote.report(Report(worker_id, event))))
+
     def _give_back(self, late: Future[Granted | Denied]) -> None:
         """Nobody got this answer: its memory must not stay taken until the lease ends by itself."""
         answer = None if late.cancelled() or late.exception() else late.result()
@@ -77,13 +98,20 @@ class Backend:
         if ring:
             self.teller.ring()
 
-    def close(self) -> None:
+    def stop_waiting(self) -> None:
         self.waiters.close()
+        self.openings.close()
+
+    def close(self) -> None:
+        self.stop_waiting()
         self.teller.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ended(self, job_ids: list[str]) -> set[str]:
         return await self.read(lambda conn: job_reads.terminal_among(conn, job_ids))
+
+    async def _openings(self, worker_ids: list[str]) -> set[str]:
+        return await self.read(lambda conn: dispatch.openings(conn, worker_ids))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await self._limited(asyncio.get_running_loop().run_in_executor(self._threads, call))

@@ -1,4 +1,4 @@
-"""What the cluster consists of: nodes, workers, GPUs."""
+"""What the cluster consists of beside workers: nodes, GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from orchestrator.api.backend import Api
 from orchestrator.api.replies import Json
-from orchestrator.store import crews, gpus, nodes
+from orchestrator.store import crews, gpus
 
 router = APIRouter(tags=["cluster"])
 
@@ -15,12 +15,6 @@ router = APIRouter(tags=["cluster"])
 async def list_nodes(api: Api) -> Json:
     """Machines that were heard of, with what runs there; `drain_until` is null while a node takes jobs."""
     return Json({"nodes": await api.read(crews.list_nodes)})
-
-
-@router.get("/workers")
-async def list_workers(api: Api) -> Json:
-    """Workers that are alive or were within the last hour."""
-    return Json({"workers": await api.read(nodes.list_workers)})
 
 
 @router.get("/gpus")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from orchestrator.api.backend import Api, Backend
+from orchestrator.api.backend import Api
 from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json
+from orchestrator.api.waiters import unless_gone
 from orchestrator.jobs import Status
 from orchestrator.names import Name
 from orchestrator.store import audit, job_reads
@@ -55,7 +55,7 @@ async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
 async def get(request: Request, api: Api, job_id: JobId, query: Annotated[OneQuery, Query()]) -> Json:
     """The whole record. With `wait`, once the job has ended or that many seconds are over."""
     if query.wait:
-        await _wait(request, api, job_id, min(query.wait, api.settings.wait_max_s))
+        await unless_gone(request, api.waiters.wait(job_id, min(query.wait, api.settings.wait_max_s)))
     return Json(await api.read(lambda conn: job_reads.get(conn, job_id)))
 
 
@@ -73,22 +73,3 @@ async def events(api: Api, job_id: JobId, query: Annotated[EventsQuery, Query()]
     if not found:
         await api.read(lambda conn: job_reads.status(conn, job_id))
     return Json({"events": found})
-
-
-async def _wait(request: Request, api: Backend, job_id: str, seconds: float) -> None:
-    """Until the job ends, the time is over or the client has gone: nobody waits for an absent client."""
-    waiting = asyncio.create_task(api.waiters.wait(job_id, seconds))
-    leaving = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        leaving.cancel()
-        if not waiting.done():
-            waiting.cancel()
-    if not waiting.cancelled() and waiting.done():
-        waiting.result()  # raises what kept us from waiting
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

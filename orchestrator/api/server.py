@@ -105,7 +105,7 @@ class HttpServer(uvicorn.Server):
             self._ready(url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.state.backend.waiters.close()
+        self._app.state.backend.stop_waiting()
         await super().shutdown(sockets)
 
     @contextmanager

@@ -13,7 +13,18 @@ from orchestrator.cli.output import print_json, print_table
 from orchestrator.client.api import Api, gpu_path, lease_path
 
 _LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
-_WORKERS = ("worker_id", "pool_id", "status", "slots", "busy", "jobs_done", "jobs_failed", "last_heartbeat")
+_WORKERS = (
+    "worker_id",
+    "kind",
+    "pool_id",
+    "status",
+    "slots",
+    "busy",
+    "jobs_done",
+    "jobs_failed",
+    "heartbeat_age_seconds",
+    "version",
+)
 
 
 @click.group()

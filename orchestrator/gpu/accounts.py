@@ -27,9 +27,9 @@ class Holder:
     def owns(self, process: GpuProcess) -> bool:
         if self.slot:
             return process.mark == self.slot
-        if self.worker_id:
-            return process.worker_id == self.worker_id
-        return self.pid is not None and self.pid in process.lineage
+        if self.pid is not None:
+            return self.pid in process.lineage
+        return self.worker_id is not None and process.worker_id == self.worker_id
 
 
 def foreign_mb(gpu: Gpu, holders: Sequence[Holder], before: int) -> int:

@@ -19,10 +19,10 @@ from orchestrator.leader.replicas import Replicas
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import dead_letters, leases, nodes, outbox, withdraw
+from orchestrator.store import dead_letters, leases, nodes, outbox, reports, withdraw
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.moves import Claimant
-from orchestrator.store.settle import Settled, take_from_dead
+from orchestrator.store.settle import Settled, record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
 from orchestrator.telemetry import metrics
@@ -178,6 +178,24 @@ def reconcile(context: DutyContext) -> int:
     return len(changed)
 
 
+def enforce_limits(context: DutyContext) -> int:
+    """End attempts of HTTP workers that ran too long, or that their worker never heard of. Ours are seen to at home.
+
+    What their processes still use on a GPU counts as foreign from its next sample on: the lease ends here.
+    """
+    timeout = context.settings.worker_timeout_s
+    # As above: signs of life, too, could not get through an outage of the database.
+    unconfirmed_s = timeout if context.term.age_s > timeout else None
+    late = context.term.db.read(lambda conn: reports.overruns(conn, unconfirmed_s, BATCH))
+    for by in {overrun.by.worker_id: overrun.by for overrun in late}.values():
+        ends = [overrun.end for overrun in late if overrun.by.worker_id == by.worker_id]
+        write = partial(record, by=by, starts=[], ends=ends, policy=context.retry_policy)
+        for settled in context.term.write(write):
+            if settled.arrow is job_rules.RETRY:
+                metrics.retried(str(settled.end.error_kind))
+    return len(late)
+
+
 def expire(context: DutyContext) -> int:
     """End jobs whose deadline passed while they waited."""
     return context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
@@ -205,6 +223,7 @@ DUTIES = (
     Duty("publish", lambda settings: settings.publish_interval_s, publish),
     Duty("repair", lambda settings: settings.republish_after_s / 2, repair),
     Duty("reclaim", lambda settings: settings.reclaim_interval_s, reclaim),
+    Duty("time_limits", lambda settings: settings.reclaim_interval_s, enforce_limits),
     Duty("purge_leases", lambda settings: settings.purge_interval_s, purge_leases),
     Duty("reconcile", lambda settings: settings.reconcile_interval_s, reconcile),
     Duty("expire", lambda settings: settings.publish_interval_s, expire),

@@ -72,7 +72,7 @@ class NotClaimed:
 
 
 #: A job that was announced and then unpublished may be claimed all the same: it waits, and somebody has time.
-_CLAIMABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
+CLAIMABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
 
 # What few jobs use travels as one column: the driver parses every column of every row in Python.
 _OFFERED = Hot(
@@ -95,7 +95,7 @@ _OFFERED = Hot(
         )
         .where(
             jobs.c.job_id.in_(ids),
-            jobs.c.queued.in_(_CLAIMABLE),
+            jobs.c.queued.in_(CLAIMABLE),
             or_(jobs.c.expires_at.is_(None), jobs.c.expires_at > utc_now()),
         )
         .with_for_update(),
@@ -221,6 +221,7 @@ def _request(by: Claimant, job: _Offered, memory_for: Callable[[str], int | None
         job_id=job.job_id,
         attempt=job.attempt + 1,
         worker_id=by.worker_id,
+        pid=by.pid,
         model_id=job.model_id,
     )
 

@@ -46,6 +46,8 @@ class Claimant:
     terms: Terms = field(default_factory=lambda: Terms(0.0))
     #: The model of its pool: that of jobs which name none.
     model_id: str | None = None
+    #: The process that uses what it leases, with all it starts; None for slots, which are recognised otherwise.
+    pid: int | None = None
 
     @property
     def owner(self) -> str | None:

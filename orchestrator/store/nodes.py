@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Table, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, Table, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerLost
@@ -16,6 +16,9 @@ from orchestrator.jobs import OWNED
 from orchestrator.store import audit
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, nodes, workers
+
+#: The node of a worker that names none: no node's name, so that no GPU is there.
+NO_NODE = "(none)"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def register(conn: Connection, worker: Worker, host: Host) -> None:
             "version": worker.version,
         },
     )
-    audit.record(conn, [_event("worker.registered", worker.worker_id, worker.pool_id)])
+    audit.record(conn, [worker_event("worker.registered", worker)])
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,7 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
     if alive.rowcount != 1:
         raise WorkerLost(worker.worker_id)
     if beat.busy or beat.resident:
-        # Not along an index that the ends of leases change: they hold the rows, and would wait for us there.
-        conn.execute(
-            walking(update(leases), leases, "ix_leases_worker")
-            .where(leases.c.worker_id == worker.worker_id, leases.c.state == "active", leases.c.ending_as.is_(None))
-            .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
-        )
+        renew_leases(conn, worker.worker_id)
     for job_id, attempt, fraction, note in beat.progress:
         conn.execute(
             update(jobs)
@@ -125,6 +123,15 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
             .values(progress=fraction, progress_note=note[:255])
         )
     conn.execute(update(nodes).where(nodes.c.node_id == worker.node_id).values(last_heartbeat=utc_now()))
+
+
+def renew_leases(conn: Connection, worker_id: str) -> None:
+    # Not along an index that the ends of leases change: they hold the rows, and would wait for us there.
+    conn.execute(
+        walking(update(leases), leases, "ix_leases_worker")
+        .where(leases.c.worker_id == worker_id, leases.c.state == "active", leases.c.ending_as.is_(None))
+        .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
+    )
 
 
 def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
@@ -139,7 +146,7 @@ def deregister(conn: Connection, worker: Worker) -> None:
         .where(workers.c.worker_id == worker.worker_id, workers.c.status != "lost")
         .values(status="stopped", busy=0, last_heartbeat=utc_now())
     )
-    audit.record(conn, [_event("worker.stopped", worker.worker_id, worker.pool_id)])
+    audit.record(conn, [worker_event("worker.stopped", worker)])
 
 
 def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]:
@@ -157,8 +164,8 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
             .where(workers.c.worker_id.in_([row.worker_id for row in silent]))
             .values(status="lost", busy=0)
         )
-        audit.record(conn, [_event("worker.lost", row.worker_id, row.pool_id) for row in silent])
-    return [_worker(row) for row in silent]
+        audit.record(conn, [worker_event("worker.lost", row) for row in silent])
+    return [as_worker(row) for row in silent]
 
 
 class DeadOwner(NamedTuple):
@@ -207,14 +214,24 @@ def alive_ids(conn: Connection, worker_ids: Sequence[str]) -> set[str]:
 
 
 def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
+    """Workers that are alive or were within the last hour, the youngest first."""
     recent = utc_shift(-3600.0)
     rows = conn.execute(
-        select(workers)
+        select(workers, seconds_since(workers.c.last_heartbeat).label("heartbeat_age_seconds"))
         .where((workers.c.status.in_(LIVE_WORKERS)) | (workers.c.last_heartbeat > recent))
         .order_by(workers.c.started_at.desc())
         .limit(limit)
     )
-    return [row._asdict() | {"types": json.loads(row.types)} for row in rows]
+    return [_listed(row) for row in rows]
+
+
+def _listed(row: Row[Any]) -> dict[str, Any]:
+    return row._asdict() | {
+        "types": json.loads(row.types),
+        "node_id": None if row.node_id == NO_NODE else row.node_id,
+        "load": round(row.busy / row.slots, 3),
+        "heartbeat_age_seconds": max(round(float(row.heartbeat_age_seconds), 3), 0.0),
+    }
 
 
 def serves(conn: Connection, node_id: str, pool_id: str) -> bool:
@@ -227,7 +244,7 @@ def serves(conn: Connection, node_id: str, pool_id: str) -> bool:
     return found.scalar() is not None
 
 
-def _worker(row: Any) -> Worker:
+def as_worker(row: Row[Any]) -> Worker:
     return Worker(
         row.worker_id,
         row.node_id,
@@ -240,5 +257,5 @@ def _worker(row: Any) -> Worker:
     )
 
 
-def _event(event_type: str, worker_id: str, pool_id: str) -> audit.Event:
-    return audit.Event(event_type, worker_id=worker_id, pool_id=pool_id, actor=worker_id)
+def worker_event(event_type: str, worker: Worker | Row[Any]) -> audit.Event:
+    return audit.Event(event_type, worker_id=worker.worker_id, pool_id=worker.pool_id, actor=worker.worker_id)

@@ -90,10 +90,12 @@ def known_lanes(conn: Connection) -> list[str]:
 
 
 def live_slots(conn: Connection, lane: str) -> int | None:
-    """Slots of the workers that read this lane; None when its pool takes no jobs."""
+    """Slots of the workers that read this lane, HTTP workers do not; None when its pool takes no jobs."""
     if not pools.takes_jobs(conn, lane):
         return None
     total = conn.execute(
-        select(func.sum(workers.c.slots)).where(workers.c.pool_id == lane, workers.c.status == "active")
+        select(func.sum(workers.c.slots)).where(
+            workers.c.pool_id == lane, workers.c.status == "active", workers.c.kind == "process"
+        )
     ).scalar()
     return int(total or 0)

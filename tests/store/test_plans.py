@@ -12,12 +12,14 @@ from orchestrator.jobs import ErrorKind, Status
 from orchestrator.store import (
     audit,
     dead_letters,
+    dispatch,
     gpus,
     job_reads,
     leadership,
     leases,
     nodes,
     outbox,
+    reports,
     residency,
     schema,
     withdraw,
@@ -134,6 +136,17 @@ def crowd(db) -> Hand:
 #: name → (call, index, most rows read)
 HOT = {
     "publisher take": (lambda c, _: outbox.take(c, "default", 100), "ix_jobs_queue", 100),
+    "dispatchable, announced": (lambda c, _: dispatch.look(c, "default", 40), "ix_jobs_queue", 40),
+    "dispatchable, ready": (
+        lambda c, _: list(dispatch._QUEUES[1].rows(c, of_lane="default", most=40)),
+        "ix_jobs_queue",
+        50,  # and those that are overdue
+    ),
+    "lock what is fetched": (
+        lambda c, _: dispatch._locked(c, [[f"ready-{i:06}" for i in range(16)]]),
+        "PRIMARY",
+        16,
+    ),
     "promote_due": (lambda c, _: outbox.promote_due(c, 100), "ix_jobs_due", 11),
     "announced": (lambda c, _: outbox.announced(c, "default", 5.0, 100), "ix_jobs_queue", 61),
     "claim": (
@@ -312,6 +325,16 @@ def test_jobs_are_ended_by_their_keys_not_by_a_walk_over_all_that_run(crowded, c
     assert (step["key"], int(step["rows"])) == ("PRIMARY", count), dict(step)
 
 
+def test_a_look_for_overruns_reads_what_is_owned_and_never_the_history(crowded):
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, lambda conn: reports.overruns(conn, 10.0, 100))
+    with engine.connect() as connection:
+        owned, worker = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    assert (owned["table"], owned["key"]) == ("orchestrator_jobs", "ix_jobs_status"), dict(owned)
+    assert float(owned["r_rows"]) <= 70, dict(owned)
+    assert worker["key"] == "PRIMARY", dict(worker)
+
+
 def test_the_second_page_reads_no_more_than_the_first(crowded):
     engine = crowded.db.engine
     for wanted in (Filter(), Filter(status=Status.DONE), Filter(agent="agent-3")):
@@ -323,7 +346,9 @@ def test_the_second_page_reads_no_more_than_the_first(crowded):
         assert float(step["r_rows"]) <= 110, (wanted, dict(step))
 
 
-@pytest.mark.parametrize("name", ["publisher take", "promote_due", "announced", "overdue"])
+@pytest.mark.parametrize(
+    "name", ["publisher take", "promote_due", "announced", "overdue", "dispatchable, announced", "dispatchable, ready"]
+)
 def test_the_queue_is_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):
     path = tmp_path / "copy.db"
     path.write_bytes(sqlite_with_tables.read_bytes())

@@ -7,9 +7,12 @@ from orchestrator.gpu import GpuProcess
 from orchestrator.leases import Denied, LeaseRequest, Remains, ResidentSlot, Terms
 from orchestrator.store import dead_letters, grants, outbox, schema, withdraw
 from orchestrator.store.claim import Claim
+from orchestrator.store.dispatch import Claiming, Fetch
+from orchestrator.store.reports import Sign
 from orchestrator.store.settle import Left
 from orchestrator.store.submit import submit_jobs
 from tests.factories import POLICY, active_leases, done, gpu, hire, is_sqlite, many_jobs, new_job, submit, traffic
+from tests.fetchers import claimant, enlist
 
 
 def statements(seen):
@@ -96,6 +99,45 @@ def test_an_idle_publisher_costs_one_look(db):
         db.write(lambda conn: outbox.take(conn, "default", 100))
     assert len(statements(seen)) == 1
     assert is_sqlite(db) or seen.commits == 1
+
+
+def test_an_http_worker_claims_16_jobs(db):
+    """The worker, two looks, the lock, and then as any worker does."""
+    remote, _ = enlist(db), submit(db, 20)
+    with traffic(db) as seen:
+        assert len(remote.fetch(16)) == 16
+    assert len(statements(seen)) <= 4 + 5, seen.statements
+    assert seen.commits == 1
+
+
+def test_8_http_workers_that_claim_at_once_share_the_looks(db):
+    remotes, _ = [enlist(db) for _ in range(8)], submit(db, 40)
+    fetches = [Fetch(remote.worker_id, 2) for remote in remotes]
+    with traffic(db) as seen:
+        answers = db.write(Claiming(fetches, claimant))
+    assert [len(answer) for answer in answers] == [2] * 8
+    # The workers, two looks, the lock; each reads and takes its own; one audit.
+    assert len(statements(seen)) <= 4 + 8 * 2 + 1, seen.statements
+    assert seen.commits == 1
+
+
+def test_an_http_worker_reports_16_ends(db):
+    remote, _ = enlist(db), submit(db, 16)
+    claims = remote.fetch(16)
+    with traffic(db) as seen:
+        answers = remote.finish(*claims)
+    assert {answer.status for answer in answers} == {"done"}
+    assert len(statements(seen)) <= 6, seen.statements
+    assert seen.commits == 1
+
+
+def test_16_signs_of_jobs_that_run_are_two_looks(db):
+    remote, _ = enlist(db), submit(db, 16)
+    signs = [Sign(claim.job_id, claim.attempt) for claim in remote.fetch(16)]
+    remote.report(*signs)
+    with traffic(db) as seen:
+        remote.report(*signs)
+    assert len(statements(seen)) == 2, seen.statements
 
 
 def many_gpus(db, hand, busy):

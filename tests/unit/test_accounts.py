@@ -54,6 +54,13 @@ def test_a_process_id_owns_its_descendants():
     assert not holder.owns(GpuProcess(7, 5))  # nobody has seen its ancestors: not even itself is known
 
 
+def test_a_worker_that_names_its_process_is_recognised_by_that_and_not_by_a_mark():
+    """An HTTP worker: nobody marked what it starts."""
+    holder = Holder(100, "box:7:aa", pid=7)
+    assert holder.owns(GpuProcess(70, 5, lineage=(70, 7, 1)))
+    assert not holder.owns(of_nobody(5))
+
+
 @pytest.mark.parametrize(
     ("holder", "recognisable"), [(Holder(1), False), (Holder(1, WORKER), True), (Holder(1, pid=7), True)]
 )

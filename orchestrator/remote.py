@@ -1,0 +1,79 @@
+"""The work of HTTP workers: claims and reports of many of them, each kind a group commit of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.jobs import RetryPolicy, Status
+from orchestrator.leases import Terms
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store import reports
+from orchestrator.store.batcher import Batcher
+from orchestrator.store.claim import Claim
+from orchestrator.store.database import Database
+from orchestrator.store.dispatch import Claiming, Fetch
+from orchestrator.store.moves import Claimant
+from orchestrator.store.registry import Fetcher
+from orchestrator.store.reports import Ended, Heard, Report
+from orchestrator.store.settle import End, never_started
+from orchestrator.telemetry import metrics
+
+#: Characters of a result that weigh as much as a report without one: 500 results of a megabyte are too much at once.
+BULKY = 65_536
+
+
+def _weight(report: Report) -> int:
+    result = report.event.result if isinstance(report.event, End) else None
+    return 1 + len(result or "") // BULKY
+
+
+class RemoteWork:
+    """Hands jobs to HTTP workers and writes down what they report."""
+
+    def __init__(
+        self, db: Database, publisher: Publisher, settings: Settings, policy: RetryPolicy, terms: Terms
+    ) -> None:
+        self._db = db
+        self._publisher = publisher
+        self._settings = settings
+        self._policy = policy
+        self._terms = terms
+        self._claims: Batcher[Fetch, list[Claim]] = Batcher(
+            "claim-batcher", self._claim, weight=lambda fetch: fetch.most
+        )
+        self._reports: Batcher[Report, Ended | Heard] = Batcher("report-batcher", self._write, weight=_weight)
+
+    def claim(self, fetch: Fetch) -> Future[list[Claim]]:
+        return self._claims.submit(fetch)
+
+    def report(self, report: Report) -> Future[Ended | Heard]:
+        return self._reports.submit(report)
+
+    def hand_back(self, worker_id: str, claims: Sequence[Claim]) -> None:
+        """Their worker never heard of these: it went away before the answer reached it."""
+        for claim in claims:
+            end = never_started(claim.job_id, claim.attempt, "the answer to its claim was lost")
+            self._reports.post(Report(worker_id, end))
+
+    def close(self, timeout_s: float) -> None:
+        """Claims first: those whose callers are gone are handed back by a report."""
+        self._claims.close(timeout_s)
+        self._reports.close(timeout_s)
+
+    def _claim(self, fetches: list[Fetch]) -> list[list[Claim] | OrchestratorError]:
+        return self._db.write(Claiming(fetches, self._claimant))
+
+    def _claimant(self, fetcher: Fetcher) -> Claimant:
+        return fetcher.as_claimant(lease_ttl_s=self._settings.job_lease_ttl_s, terms=self._terms)
+
+    def _write(self, batch: list[Report]) -> list[Ended | Heard | OrchestratorError]:
+        answers = self._db.write(lambda conn: reports.write(conn, batch, self._policy))
+        waiting = [answer for answer in answers if isinstance(answer, Ended) and answer.status is Status.PENDING]
+        for lane in {answer.lane for answer in waiting}:
+            self._publisher.nudge(lane)
+        for kind in [answer.error_kind for answer in waiting if answer.error_kind]:
+            metrics.retried(kind)
+        return answers

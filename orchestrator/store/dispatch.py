@@ -1,0 +1,217 @@
+"""What waits in a lane, in order, and claims by workers that read no stream.
+
+Rows are looked up where the publisher looks, announced ones and those it has not announced yet, so an HTTP worker
+depends neither on Redis nor on the window. The entries of jobs that are claimed here stay in the stream. That is
+harmless: whoever reads one finds its job owned or over and drops it, and the leader drops those that were read by the
+dead. In a lane that nobody reads they fill the window (the smallest, since only readers widen it), the publisher
+announces no more, and jobs are taken as they are: ready. So the stream is bounded and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sqlalchemy import Connection, bindparam, or_, select
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.jobs import Queued
+from orchestrator.store import audit, registry
+from orchestrator.store.claim import CLAIMABLE, Claim, claim_jobs
+from orchestrator.store.dialect import by_key, seconds_since, utc_now, walking
+from orchestrator.store.hot import Hot
+from orchestrator.store.moves import Claimant
+from orchestrator.store.registry import Fetcher
+from orchestrator.store.schema import jobs
+
+#: Jobs of each kind, announced and ready, that one look at a lane reads at most, whatever its backlog.
+DEPTH = 256
+#: Jobs that nobody can run and one claim puts off at most.
+PUT_OFF = 32
+
+
+class Waiting(NamedTuple):
+    """A job that could be claimed now."""
+
+    rank: int
+    job_id: str
+    type: str
+    priority: int
+    min_memory_mb: int | None
+    cpu_fallback: bool
+    waiting_s: float
+
+    def suits(self, types: Collection[str], has_gpus: bool) -> bool:
+        """Whether a worker could run it. One without GPUs takes what needs no GPU memory, or can do without."""
+        return self.type in types and (has_gpus or not self.min_memory_mb or bool(self.cpu_fallback))
+
+
+def _waiting(queued: Queued) -> Hot:
+    columns = (jobs.c.priority, jobs.c.min_memory_mb, jobs.c.cpu_fallback, seconds_since(jobs.c.created_at))
+    return Hot(
+        lambda _ids: (
+            walking(select(jobs.c.rank, jobs.c.job_id, jobs.c.type, *columns), jobs, "ix_jobs_queue")
+            .where(
+                jobs.c.lane == bindparam("of_lane"),
+                jobs.c.queued == queued,
+                or_(jobs.c.expires_at.is_(None), jobs.c.expires_at > utc_now()),
+            )
+            .order_by(jobs.c.rank)
+            .limit(bindparam("most"))
+        )
+    )
+
+
+_QUEUES = tuple(_waiting(queued) for queued in (Queued.ANNOUNCED, Queued.READY))
+# Whoever holds a row claims, cancels or ends it: we need not wait for that.
+_LOCK = Hot(
+    lambda ids: by_key(
+        select(jobs.c.job_id)
+        .where(jobs.c.job_id.in_(ids), jobs.c.queued.in_(CLAIMABLE))
+        .with_for_update(skip_locked=True),
+        jobs,
+    )
+)
+
+
+def look(conn: Connection, lane: str, depth: int = DEPTH) -> list[Waiting]:
+    """The first jobs of a lane in order of rank, as far as one look goes."""
+    found = [Waiting(*row) for queue in _QUEUES for row in queue.rows(conn, of_lane=lane, most=depth)]
+    return sorted(found)
+
+
+def dispatchable(conn: Connection, lane: str, types: Collection[str] | None, limit: int) -> list[Waiting]:
+    """What could be claimed now, among the jobs that one look sees."""
+    return [job for job in look(conn, lane) if types is None or job.type in types][:limit]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One worker's wish for up to `most` jobs."""
+
+    worker_id: str
+    most: int
+
+
+def openings(conn: Connection, worker_ids: Collection[str]) -> set[str]:
+    """Which of these workers should try to claim: one for each job that waits, and those who must hear that they died.
+
+    In a lane whose look is full of jobs for others the first one tries as well: perhaps nobody can run those.
+    """
+    found = registry.find(conn, worker_ids)
+    wake = {worker_id for worker_id in worker_ids if worker_id not in found or not found[worker_id].alive}
+    lanes: dict[str, list[Waiting]] = {}
+    for worker_id in sorted(found.keys() - wake):
+        fetcher = found[worker_id]
+        lane = fetcher.worker.pool_id
+        if lane not in lanes:
+            lanes[lane] = look(conn, lane)
+            wake |= {worker_id} if len(lanes[lane]) >= DEPTH else set()
+        job = next((job for job in lanes[lane] if job.suits(fetcher.worker.types, fetcher.has_gpus)), None)
+        if job is not None:
+            lanes[lane].remove(job)
+            wake.add(worker_id)
+    return wake
+
+
+Answer = list[Claim] | OrchestratorError
+
+
+class Claiming:
+    """The work of one transaction: claims of many workers.
+
+    Run again after a commit whose answer was lost, it offers the same jobs: `claim_jobs` finds those that are ours
+    already, hands them back and claims them anew. Otherwise they would belong to workers that never hear of them.
+    """
+
+    def __init__(self, fetches: Sequence[Fetch], claimant: Callable[[Fetcher], Claimant]) -> None:
+        self._fetches = fetches
+        self._claimant = claimant
+        self._offers: list[list[str]] | None = None
+
+    def __call__(self, conn: Connection) -> list[Answer]:
+        # Locked, or one that leaves now would keep what it gets from us.
+        found = registry.find(conn, {fetch.worker_id for fetch in self._fetches}, lock=True)
+        if self._offers is None:
+            self._offers = _locked(conn, _choose(conn, self._fetches, found))
+        with audit.together(conn):
+            return [self._claim(conn, *item, found) for item in zip(self._fetches, self._offers, strict=True)]
+
+    def _claim(self, conn: Connection, fetch: Fetch, offer: list[str], found: Mapping[str, Fetcher]) -> Answer:
+        try:
+            fetcher = registry.alive(found.get(fetch.worker_id), fetch.worker_id)
+        except OrchestratorError as refused:
+            return refused
+        types = fetcher.worker.types
+        answers = claim_jobs(conn, self._claimant(fetcher), offer, lambda kind: 0 if kind in types else None)
+        # In order of rank, as they were offered: a worker begins with the first.
+        return [claim for job_id in offer if isinstance(claim := answers.get(job_id), Claim)]
+
+
+def _choose(conn: Connection, fetches: Sequence[Fetch], found: Mapping[str, Fetcher]) -> list[list[str]]:
+    """For each wish the jobs to offer; no job is offered twice."""
+    living = {name: fetcher for name, fetcher in found.items() if fetcher.alive}
+    wanted: Counter[str] = Counter()
+    for fetch in fetches:
+        if fetch.worker_id in living:
+            wanted[living[fetch.worker_id].worker.pool_id] += fetch.most
+    lanes = {lane: _LaneView(conn, lane, most) for lane, most in wanted.items()}
+    return [
+        lanes[fetcher.worker.pool_id].take(fetcher, min(fetch.most, fetcher.worker.slots))
+        if (fetcher := living.get(fetch.worker_id))
+        else []
+        for fetch in fetches
+    ]
+
+
+def _locked(conn: Connection, offers: list[list[str]]) -> list[list[str]]:
+    """Without the jobs that somebody else has in hand at this moment."""
+    ids = [job_id for offer in offers for job_id in offer]
+    free = {row.job_id for row in _LOCK.run(conn, ids)} if ids else set()
+    return [[job_id for job_id in offer if job_id in free] for offer in offers]
+
+
+class _LaneView:
+    """What waits in a lane, less what was given out in this transaction.
+
+    Looked up as far as is `wanted`, and as far as one look goes when that was not enough.
+    """
+
+    def __init__(self, conn: Connection, lane: str, wanted: int) -> None:
+        self._conn = conn
+        self._lane = lane
+        self._depth = min(wanted, DEPTH)
+        self._jobs = look(conn, lane, self._depth)
+        self._given: set[str] = set()
+
+    def take(self, fetcher: Fetcher, most: int) -> list[str]:
+        chosen = self._suiting(fetcher, most)
+        if len(chosen) < most and self._depth < DEPTH and len(self._jobs) >= self._depth:
+            self._jobs, self._depth = look(self._conn, self._lane), DEPTH
+            chosen = self._suiting(fetcher, most)
+        if len(chosen) < most and len(self._jobs) >= DEPTH:
+            chosen += self._hopeless(fetcher, most - len(chosen))
+        return self._give(chosen)
+
+    def _suiting(self, fetcher: Fetcher, most: int) -> list[Waiting]:
+        return [job for job in self._left() if job.suits(fetcher.worker.types, fetcher.has_gpus)][:most]
+
+    def _hopeless(self, fetcher: Fetcher, room: int) -> list[Waiting]:
+        """Jobs in the way of all others that no living worker of the lane can run: `claim_jobs` defers them.
+
+        What others can run is theirs, however long it waits.
+        """
+        teams = registry.serving(self._conn, self._lane)
+        stuck = [job for job in self._left() if not any(job.suits(*team) for team in teams)]
+        own = [job for job in stuck if job.type in fetcher.worker.types]  # a GPU may come at this moment: not too many
+        return [job for job in stuck if job not in own][:PUT_OFF] + own[:room]
+
+    def _left(self) -> Iterable[Waiting]:
+        return [job for job in self._jobs if job.job_id not in self._given]
+
+    def _give(self, chosen: Sequence[Waiting]) -> list[str]:
+        ids = [job.job_id for job in chosen]
+        self._given.update(ids)
+        return ids

@@ -1,0 +1,148 @@
+"""Claims and reports of HTTP workers: what they cost others, and what survives a lost commit."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+
+from orchestrator.errors import WorkerLost, WorkerNotFound
+from orchestrator.store import dispatch, registry, schema
+from orchestrator.store.claim import claim_jobs
+from orchestrator.store.dispatch import Claiming, Fetch
+from tests.factories import POLICY, gpu, hire, history, is_sqlite, many_jobs, now, row, rows, set_job, status, submit
+from tests.fetchers import claimant, enlist
+from tests.waiting import wait_until
+
+
+def test_a_look_merges_what_is_announced_and_what_is_not_by_rank(db):
+    many_jobs(db, 10, rank=lambda i: 10 - i, queued=lambda i: "announced" if i % 3 else "ready")
+    assert [job.rank for job in db.read(lambda conn: dispatch.look(conn, "default", 10))] == list(range(1, 11))
+
+
+def test_what_is_overdue_is_not_offered(db):
+    late, fine = submit(db, 2)
+    set_job(db, late, expires_at=now(db) - timedelta(seconds=1))
+    assert [job.job_id for job in db.read(lambda conn: dispatch.dispatchable(conn, "default", None, 10))] == [fine]
+
+
+def test_a_claim_whose_commit_is_unknown_is_found_again_and_leaves_no_stray(db):
+    """The connection broke during COMMIT: the work is run again, as `Database.write` does."""
+    remote, ids = enlist(db), submit(db, 6)
+    work = Claiming([Fetch(remote.worker_id, 2)], claimant)
+    db.write(work)
+    (again,) = db.write(work)
+    assert [(claim.job_id, claim.attempt) for claim in again] == [(ids[0], 2), (ids[1], 2)]
+    assert [status(db, job_id) for job_id in ids] == ["claimed"] * 2 + ["pending"] * 4
+    assert row(db, ids[0]).attempts == 1
+
+
+def test_one_worker_that_died_does_not_keep_the_others_from_their_jobs(db):
+    dead, gone, alive = enlist(db), enlist(db), enlist(db)
+    submit(db, 5)
+    db.write(
+        lambda conn: conn.execute(
+            schema.workers.update().where(schema.workers.c.worker_id == dead.worker_id).values(status="lost")
+        )
+    )
+    db.write(lambda conn: registry.deregister(conn, gone.worker_id, POLICY))
+    names = [dead.worker_id, "nobody", alive.worker_id, gone.worker_id]
+    answers = db.write(Claiming([Fetch(name, 2) for name in names], claimant))
+    assert [type(answer) for answer in answers] == [WorkerLost, WorkerNotFound, list, WorkerLost]
+    assert len(answers[2]) == 2
+
+
+def test_those_who_wait_are_told_once_a_job_and_the_dead_at_once(db):
+    one, two, blind = enlist(db), enlist(db), enlist(db, types=("other",))
+    waiting = [one.worker_id, two.worker_id, blind.worker_id, "nobody"]
+
+    def woken():
+        return db.read(lambda conn: dispatch.openings(conn, waiting)) - {"nobody"}
+
+    assert woken() == set()
+    submit(db, 1)
+    assert len(woken()) == 1
+    submit(db, 5)
+    assert woken() == {one.worker_id, two.worker_id}
+    submit(db, 1, type="other", min_memory_mb=10)
+    assert blind.worker_id not in woken()  # it has no GPU
+    assert "nobody" in db.read(lambda conn: dispatch.openings(conn, waiting))
+
+
+@contextmanager
+def neighbour_of(db):
+    """A transaction of somebody else that lasts; the server would end it after a second."""
+    with db.engine.connect() as connection:
+        connection.exec_driver_sql("SET idle_transaction_timeout = 60")
+        connection.commit()
+        yield connection
+        connection.rollback()
+        connection.invalidate()
+
+
+def unhindered(call):
+    """What the call returns, which must not wait for the neighbour."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(call).result(4)  # a wait for a row takes as long as eight tries of a second each
+
+
+def test_a_row_in_somebody_elses_hands_is_passed_over(maria_db):
+    """A neighbour that claims, cancels or ends a job holds its row: nobody waits for that."""
+    remote, hand, ids = enlist(maria_db), hire(maria_db), submit(maria_db, 3)
+    with neighbour_of(maria_db) as neighbour:
+        claim_jobs(neighbour, hand.by, ids[:2], lambda _type: 0)
+        assert [claim.job_id for claim in unhindered(lambda: remote.fetch(3))] == ids[2:]
+
+
+def test_a_job_that_needs_no_gpu_does_not_wait_for_one(maria_db):
+    """Whether a worker's node has GPUs is looked up, not locked: heartbeats write those rows all the time."""
+    hire(maria_db, gpu())
+    remote, _ = enlist(maria_db, node="node-1"), submit(maria_db)
+    with neighbour_of(maria_db) as neighbour:
+        neighbour.execute(schema.gpus.update().values(used_mb=1))
+        assert len(unhindered(remote.fetch)) == 1
+
+
+def test_a_heartbeat_leaves_a_worker_draining_that_somebody_drains(db):
+    remote = enlist(db)
+    db.write(lambda conn: conn.execute(schema.workers.update().values(status="draining")))
+    db.write(lambda conn: registry.heartbeat(conn, remote.worker_id, 1, None, None))
+    (worker,) = rows(db, schema.workers)
+    assert (worker.status, worker.busy) == ("draining", 1)
+
+
+def test_who_leaves_while_it_claims_keeps_nothing(maria_db):
+    """The claim comes first: leaving waits for it, and hands back what it brought."""
+    remote, (job_id,) = enlist(maria_db), submit(maria_db)
+    with maria_db.engine.connect() as claiming:
+        Claiming([Fetch(remote.worker_id, 1)], claimant)(claiming)
+        thread = threading.Thread(
+            target=lambda: maria_db.write(lambda conn: registry.deregister(conn, remote.worker_id, POLICY)),
+            name="leave",
+        )
+        thread.start()
+        # Asked on this very connection: a transaction that idles would be ended by the server.
+        others = "FROM information_schema.processlist WHERE id <> CONNECTION_ID()"
+        waits = f"SELECT COUNT(*) {others} AND info LIKE 'SELECT workers.%%FOR UPDATE'"
+        wait_until(lambda: claiming.exec_driver_sql(waits).scalar(), what="leaving waits for the claim")
+        claiming.commit()
+        thread.join(10)
+    assert (status(maria_db, job_id), history(maria_db, job_id)[-1]) == ("pending", "job.handed_back")
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_fetchers_of_two_instances_and_a_reader_share_gpus_without_overbooking(db, turn):
+    hand = hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))
+    remotes, ids = [enlist(db, node="node-1") for _ in range(2)], submit(db, 40, min_memory_mb=1000)
+    work = [lambda r=remote: r.fetch(8) for remote in remotes] + [lambda: hand.offer(*ids[:8])]
+    threads = [threading.Thread(target=one, name=f"{turn}-{n}") for n, one in enumerate(work)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    claimed = [job for job in rows(db, schema.jobs) if job.status == "claimed"]
+    assert sum(g.leased_mb for g in rows(db, schema.gpus)) == 1000 * len(claimed)
+    assert all(g.leased_mb <= g.usable_mb for g in rows(db, schema.gpus))
+    assert 8 <= len(claimed) <= 18
+    assert is_sqlite(db) or len({job.lease_token for job in claimed}) == len(claimed)
