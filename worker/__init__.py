@@ -18,5 +18,6 @@ A handler's module imports only what is exported here.
 from worker.artifacts import Superseded
 from worker.context import Context
 from worker.handlers import Cancelled, Permanent, Retry, Skip, handler
+from worker.serving import served
 
-__all__ = ["Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler"]
+__all__ = ["Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler", "served"]
