@@ -12,6 +12,7 @@
     └─ keepalive   heartbeat, leases, GPU sample; depends on nothing that a handler can block
                    └ lifeline: until when leased jobs may run, in memory that every slot watches
 
+A served model is one more process below its slot: a command of the operator's that answers HTTP (`serving`).
 A handler's module imports only what is exported here.
 """
 

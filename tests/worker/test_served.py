@@ -283,10 +283,12 @@ def stranger(status):
     with Listening(("127.0.0.1", 0), Alike) as other:
         thread = threading.Thread(target=other.serve_forever, args=(0.02,), name="stranger")
         thread.start()
-        yield other.server_address[1]
-        leave.set()
-        other.shutdown()
-        thread.join()
+        try:
+            yield other.server_address[1]
+        finally:
+            leave.set()
+            other.shutdown()
+            thread.join()
 
 
 def ports(monkeypatch, taken, times, tell=lambda: None):
