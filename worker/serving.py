@@ -202,9 +202,8 @@ class ServedModel:
             self.unload()
 
     def unload(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.stop()
+        if self._server is not None:
+            self._server.stop()
 
 
 def _watch(ctx: Context, server: Server) -> None:

@@ -3,7 +3,8 @@
     python model_server.py --port 8000 [--switch …]
 
 A request's payload may ask for trouble too: {"answer": 503, "headers": {…}, "body": "…"}, {"exit": 3, "say": "…"},
-{"hang": NOTES}, {"drop": true}, {"sick": true}, {"close": seconds}. Any other is answered with itself and who we are.
+{"hang": NOTES}, {"drop": true}, {"endless": true}, {"sick": true}, {"close": seconds}. Any other is answered with
+itself and who we are.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-BODY_MAX = 3_000_000
+BODY_MAX = 25_000_000
 
 
 def switches() -> argparse.Namespace:
@@ -62,7 +63,7 @@ class Api(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         payload = json.loads(self.rfile.read(length))
-        for trouble in ("exit", "hang", "drop", "sick", "close", "answer"):
+        for trouble in ("exit", "hang", "drop", "endless", "sick", "close", "answer"):
             if trouble in payload:
                 getattr(self, f"_{trouble}")(payload)
                 return
@@ -106,6 +107,15 @@ class Api(BaseHTTPRequestHandler):
     def _drop(self, _payload):
         self.close_connection = True
         self.connection.shutdown(2)
+
+    def _endless(self, _payload):
+        """Answer until nobody listens any more."""
+        self.close_connection = True
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while True:
+                self.wfile.write(b"x" * 10_000)
 
     def _sick(self, _payload):
         type(self).sick = True
