@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import Pipe
@@ -201,6 +204,18 @@ def test_one_that_ends_while_it_loads_says_why(model, switches, error, told):
     assert not loading.healthy()
 
 
+def test_what_it_said_last_is_waited_for(monkeypatch):
+    class Lagging(server.Server):
+        def _read(self):
+            self._process.wait()
+            time.sleep(0.2)
+            super()._read()
+
+    monkeypatch.setattr(server, "LAST_WORDS_S", 30.0)
+    with pytest.raises(ServerExited, match="goodbye"):
+        Lagging(["sh", "-c", "echo goodbye; exit 1"]).check(wait_s=30)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -336,6 +351,29 @@ def test_a_port_belongs_to_its_listener_and_its_ancestors():
         assert listens(os.getpid(), port)
         assert listens(os.getppid(), port)
         assert not listens(os.getpid(), port + 1 if port < 65_535 else port - 1)
+
+
+SHARING = """
+import socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[1])), reuse_port=True):
+    print("listens", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_port_that_is_shared_belongs_to_nobody():
+    """Servers that let others share their port would get each other's jobs."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as first:
+        port = first.getsockname()[1]
+        command = [sys.executable, "-c", SHARING, str(port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
+            assert second.stdin is not None and second.stdout is not None
+            assert second.stdout.readline() == b"listens\n"
+            shared = listens(second.pid, port)
+            first.close()
+            alone = listens(second.pid, port)
+            second.stdin.close()
+    assert (shared, alone) == (False, True)
 
 
 # ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -555,6 +593,12 @@ def test_a_model_that_broke_with_its_job_is_not_kept(attempt):
 def test_a_model_that_is_well_after_its_job_failed_is_kept(attempt):
     assert attempt('{"fail": true}')["keeps"]
     assert Fragile.log == ["load"]
+
+
+def test_a_handler_knows_how_long_a_result_may_be():
+    slot = Slot(Pipe()[0], {"limit": Registered("limit", lambda ctx, _payload: ctx.result_limit, 0)}, 12_345)
+    head = {"job": {"job_id": "job-1", "type": "limit", "attempt": 1, "agent": "tester"}}
+    assert slot._attempt(head, "{}")[1] == "12345"
 
 
 # ── whole workers ───────────────────────────────────────────────────────────────────────────────────────────────
