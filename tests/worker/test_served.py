@@ -638,6 +638,9 @@ def run(cluster, orchestrator, type="chat", payload=None, **fields):
 def test_a_server_stays_warm_and_one_that_died_is_replaced(cluster, orchestrator, worker):
     first = run(cluster, orchestrator)
     assert first["device"] == "SIM-node-1-0"
+    assert os.getpgid(first["pid"]) in worker.children(), (
+        "whoever kills the slot's group kills the server and all of its own"
+    )
     assert run(cluster, orchestrator)["pid"] == first["pid"]
     assert leased(cluster) == 4000
     os.kill(first["pid"], signal.SIGKILL)
