@@ -12,11 +12,13 @@
     └─ keepalive   heartbeat, leases, GPU sample; depends on nothing that a handler can block
                    └ lifeline: until when leased jobs may run, in memory that every slot watches
 
+A served model is one more process below its slot: a command of the operator's that answers HTTP (`serving`).
 A handler's module imports only what is exported here.
 """
 
 from worker.artifacts import Superseded
 from worker.context import Context
 from worker.handlers import Cancelled, Permanent, Retry, Skip, handler
+from worker.serving import served
 
-__all__ = ["Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler"]
+__all__ = ["Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler", "served"]

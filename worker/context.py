@@ -29,6 +29,8 @@ class Context:
     trace_context: str | None = None
     adapter: str | None = None
     variant: str | None = None
+    #: Bytes of JSON that a result may have.
+    result_limit: int = 1_048_576
     _report: Callable[[float, str], None] = field(default=lambda _fraction, _note: None, repr=False)
     _is_cancelled: Callable[[], bool] = field(default=lambda: False, repr=False)
     _owns: Callable[[], bool] = field(default=lambda: True, repr=False)

@@ -59,7 +59,8 @@ def handler(type: str, *, min_memory_mb: int = 0, pinned: bool = False) -> Calla
     """Register a function `(ctx, payload) -> result`, or a class with `run` (and `load`, `unload`), for a job type.
 
     A class that holds GPU memory after a job stays warm: the next job of its type finds it loaded. It leaves when
-    others need the room, unless it is `pinned`.
+    others need the room, unless it is `pinned`. One with a method `healthy` is asked before each job and after each
+    that failed: False means unloaded, and loaded anew for the next.
     """
 
     def register(target: Target) -> Target:

@@ -93,7 +93,14 @@ class Slot:
         return {"loaded": time.monotonic() - started}
 
     def _context(self, head: dict[str, Any]) -> Context:
-        ctx = Context(**head, **self.pool, _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
+        ctx = Context(
+            **head,
+            **self.pool,
+            result_limit=self.result_limit,
+            _report=self._report,
+            _is_cancelled=lambda: self.cancelled,
+            _owns=self._owns,
+        )
         if ctx.device is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
         return ctx
@@ -118,7 +125,7 @@ class Slot:
         try:
             self.busy = True
             try:
-                value = self._handler(ctx)(ctx, json.loads(body))
+                value = self._call(ctx, json.loads(body))
             finally:
                 self.busy = False
         except Cancelled as cancelled:
@@ -133,6 +140,13 @@ class Slot:
             return _failed("transient", error) | {"error": traceback.format_exc(limit=-8)}, ""
         return self._checked(value)
 
+    def _call(self, ctx: Context, payload: Any) -> Any:
+        try:
+            return self._handler(ctx)(ctx, payload)
+        except Exception:
+            self._dismiss_broken((ctx.type, ctx.model_id))
+            raise
+
     def _handler(self, ctx: Context) -> Callable[[Context, Any], Any]:
         registered = self.registry[ctx.type]
         if not registered.is_class:
@@ -140,6 +154,7 @@ class Slot:
         model = (ctx.type, ctx.model_id)
         if model in self.warm and self.warm[model][1] != ctx.device:
             self._unload(model)
+        self._dismiss_broken(model)
         if model not in self.warm:
             started = time.monotonic()
             instance = registered.target()
@@ -149,6 +164,12 @@ class Slot:
             self.warm[model] = instance, ctx.device
         run: Callable[[Context, Any], Any] = self.warm[model][0].run
         return run
+
+    def _dismiss_broken(self, model: tuple[str, str | None]) -> None:
+        """A model that says that it is not there any more is not kept, and loaded anew for the next job."""
+        healthy = getattr(self.warm[model][0], "healthy", None) if model in self.warm else None
+        if healthy is not None and not healthy():
+            self._unload(model)
 
     def _unload(self, model: tuple[str, str | None]) -> None:
         instance, _ = self.warm.pop(model)
