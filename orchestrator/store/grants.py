@@ -108,7 +108,8 @@ def _place_all(
 ) -> tuple[list[Placed | Denied], datetime]:
     """Propose on the last look, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile.
 
-    Each request's answer, and the time from which leases count: that of a look, which is early enough.
+    Each request's answer, and the time from which leases count: after they were asked for, since holders count from
+    there. So it is that of a look only if the look was taken for them.
     """
     asks = _asks(conn, requests, terms)
     idle = residency.IdleModels(conn, terms.resident_min_s, node_id)
@@ -136,7 +137,8 @@ def _place_all(
             break
         old = None
     contended = Denied("other requests took the memory first", Reason.CONTENDED, RETRY_AFTER_S[Reason.CONTENDED])
-    return [answers.get(i, contended) for i in range(len(asks))], (look and look.now) or conn.execute(_NOW).scalar_one()
+    now = look.now if look and not old else None
+    return [answers.get(i, contended) for i in range(len(asks))], now or conn.execute(_NOW).scalar_one()
 
 
 def _look(conn: Connection, terms: Terms, node_id: str | None, *, hosts: bool) -> Look:

@@ -1,15 +1,16 @@
 """Answers to requests: what a host must have too, which GPUs will do, and refusals with evidence."""
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from orchestrator.gpu import Health
 from orchestrator.leases import RETRY_AFTER_S, Denied, Granted, LeaseRequest, Terms
 from orchestrator.placement import Policy, Reason, look
 from orchestrator.store import gpus, grants, leases, schema
-from orchestrator.store.dialect import utc_shift
+from orchestrator.store.dialect import utc_now, utc_shift
 from tests.factories import STALE_S, gpu, hire, rows
 
 
@@ -252,6 +253,17 @@ def test_one_look_serves_the_requests_of_a_moment_and_sees_what_they_took(db, lo
     assert [isinstance(answer, Granted) for answer in answers] == [True, True, False]
     assert leased(db) == {"GPU-0": 6000, "GPU-1": 6000}
     assert len(looks) == 2  # the first, and the one before the refusal
+
+
+def test_a_lease_lives_from_when_it_was_asked_for_not_from_a_look_before_that(db, looks, monkeypatch):
+    monkeypatch.setattr(look, "YOUNG_S", 60.0)
+    hire(db, gpu())
+    same = terms()
+    db.write(lambda conn: grants.grant(conn, [request()], same))
+    asked = db.read(lambda conn: conn.execute(select(utc_now())).scalar_one())
+    (lease,) = db.write(lambda conn: grants.grant(conn, [request(ttl_s=0.001)], same))
+    assert len(looks) == 1
+    assert lease.expires_at >= asked + timedelta(seconds=0.001)
 
 
 def test_an_old_look_refuses_nobody(db, looks, monkeypatch):

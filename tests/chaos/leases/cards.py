@@ -49,8 +49,8 @@ class Card:
     uuid: str
     total_mb: int = MEGABYTES
     uses: list[Use] = field(default_factory=list)
-    #: Leases that are certainly active.
-    active: dict[str, Grant] = field(default_factory=dict)
+    #: Leases that are certainly active, and until when they are.
+    active: dict[str, tuple[Grant, float]] = field(default_factory=dict)
     lost: bool = False
     #: When the last lease here was asked for, and when the card last came back: leases from before that are void.
     asked: float = 0.0
@@ -80,7 +80,8 @@ class Card:
     def overfull(self, stale_s: float) -> str | None:
         strangers_mb = self.settled_mb(stale_s)
         holders_mb = sum(use.memory_mb for use in self.uses if use.grant is not None)
-        leased_mb = sum(grant.memory_mb for grant in self.active.values())
+        now = time.monotonic()
+        leased_mb = sum(grant.memory_mb for grant, until in self.active.values() if now < until)
         if max(holders_mb, leased_mb) + strangers_mb <= self.usable_mb:
             return None
         sizes = f"{leased_mb} MB leased, {holders_mb} in use under leases, {strangers_mb} of settled strangers"
@@ -108,13 +109,19 @@ class Node:
             for card in self._of(grant):
                 card.asked = max(card.asked, grant.asked)
                 if not card.void(grant):
-                    card.active[grant.token] = grant
+                    card.active[grant.token] = (grant, grant.asked + grant.ttl_s)
                 if not visible:
                     card.hidden[grant.token] = (grant.memory_mb, float("inf"))
                 self._look(card)
 
+    def renewed(self, grant: Grant, sent: float) -> None:
+        with self._lock:
+            for card in self._of(grant):
+                if grant.token in card.active:
+                    card.active[grant.token] = (grant, sent + grant.ttl_s)
+
     def uncertain(self, grant: Grant) -> None:
-        """From now on the lease may be over: it is about to be released, or was not renewed in time."""
+        """From now on the lease may be over: it is about to be released, or will not be renewed."""
         with self._lock:
             for card in self._of(grant):
                 card.active.pop(grant.token, None)
@@ -150,6 +157,7 @@ class Node:
                 return None
             card.uses.append(stranger := Use(pid, memory_mb))
             self._tell(card)
+            stranger.since = time.monotonic()  # no earlier: a sample could have been taken before the driver knew
             return stranger
 
     def leave(self, stranger: Use) -> None:

@@ -102,11 +102,18 @@ class Held:
     renewed: float
     answered: float
     over: bool = False
+    #: When its release was sent.
+    released: float = float("inf")
 
     @property
     def in_time(self) -> bool:
         """A fifth before its end it may be over, by the time a question arrives."""
         return time.monotonic() < self.renewed + 0.8 * self.grant.ttl_s
+
+    @property
+    def until(self) -> float:
+        """The first moment at which the system may take it for ended."""
+        return min(self.renewed + self.grant.ttl_s, self.released)
 
 
 class Client(threading.Thread):
@@ -199,14 +206,14 @@ class Client(threading.Thread):
 
     def _renew(self, held: Held) -> None:
         self._budget.take()
-        in_time = held.in_time
-        if not in_time:
-            self._node.uncertain(held.grant)
-        sent = time.monotonic()
-        status, _ = self._server.post(f"/leases/{held.grant.token}/heartbeat")
-        self._history.beats.append(Beat(held.grant, sent, status, in_time and held.in_time))
+        in_time, sent = held.in_time, time.monotonic()
+        status, answer = self._server.post(f"/leases/{held.grant.token}/heartbeat")
+        answered = time.monotonic()
+        why = str(answer.get("detail", ""))
+        self._history.beats.append(Beat(held.grant, sent, answered, status, in_time and held.in_time, why))
         if status == 200:
-            held.renewed, held.answered = sent, time.monotonic()
+            held.renewed, held.answered = sent, answered
+            self._node.renewed(held.grant, sent)
             self._history.count("renewed")
         else:
             self._node.uncertain(held.grant)
@@ -216,10 +223,16 @@ class Client(threading.Thread):
     def _release(self, held: Held) -> None:
         self._budget.take()
         self._node.uncertain(held.grant)
+        held.released = time.monotonic()
         status, answer = self._server.post(f"/leases/{held.grant.token}/release")
         if status != 200:
             self._history.incident("INV-14", f"release of {held.grant.name}: {status} {answer}")
         self._history.count("released")
+
+    def _free(self, held: Held) -> None:
+        self._node.free(held.grant)
+        if time.monotonic() - held.until > self._release_s:  # on purpose, or since this machine is busy
+            self._history.kept.add(held.grant.name)
 
     # --- ways to leave ---
 
@@ -232,19 +245,18 @@ class Client(threading.Thread):
         way(held)
 
     def _in_order(self, held: Held) -> None:
-        self._node.free(held.grant)
+        self._free(held)
         self._release(held)
 
     def _late(self, held: Held) -> None:
         self._release(held)
         time.sleep(self._rng.uniform(0.0, self._release_s / 4))
-        self._node.free(held.grant)
+        self._free(held)
 
     def _keep(self, held: Held) -> None:
-        self._history.kept.add(held.grant.name)
         self._release(held)
         time.sleep(self._release_s + self._rng.uniform(1.0, 3.0))
-        self._node.free(held.grant)
+        self._free(held)
 
     def _crash(self, held: Held) -> None:
         """The process dies with its memory; nobody renews."""
@@ -258,10 +270,9 @@ class Client(threading.Thread):
     def _hang(self, held: Held) -> None:
         """Nothing is renewed, and the memory stays until the client finds out."""
         self._node.uncertain(held.grant)
-        self._history.kept.add(held.grant.name)
         time.sleep(TTL_S)
         self._expect_end(held)
-        self._node.free(held.grant)
+        self._free(held)
 
     def _expect_end(self, held: Held) -> None:
         """An expired lease cannot be renewed, and stays so."""

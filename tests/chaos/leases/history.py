@@ -36,9 +36,12 @@ class Grant:
 class Beat(NamedTuple):
     grant: Grant
     sent: float
+    answered: float
     status: int
-    #: Whether the client had renewed in time until then.
+    #: Whether the client had renewed in time, until the answer came.
     in_time: bool
+    #: What the system says about a refusal.
+    why: str = ""
 
 
 @dataclass
@@ -67,7 +70,7 @@ class History:
     beats: list[Beat] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
     quarantines: list[Quarantine] = field(default_factory=list)
-    #: Names of leases whose holders kept the memory for longer than anybody is patient.
+    #: Names of leases whose holders kept the memory for longer after their end than anybody is patient.
     kept: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     incidents: list[Violation] = field(default_factory=list)

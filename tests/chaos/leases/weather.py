@@ -18,7 +18,7 @@ from tests.chaos.leases.history import History, Outage, Quarantine
 
 #: Seconds within which the database must know of a fault, and leases of a lost card be revoked: samples come every
 #: half second, but this machine may be busy.
-NOTICED_S = 15.0
+NOTICED_S = 60.0
 #: Weight of each fault, and what the database makes of it.
 FAULTS = {
     "lost": (4, "lost"),
