@@ -1,12 +1,47 @@
-"""Which waiting jobs may share one call of their handler, and one lease."""
+"""Which waiting jobs may share one call of their handler, and one lease; and how many a worker can take now."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 #: Jobs that one call may take, at most.
 MAX_BATCH = 1000
+
+
+@dataclass
+class Seats:
+    """What free slots can take: each one job, or a batch of one type, which is filled before the next begins."""
+
+    slots: int
+    #: Jobs in a full batch, by type.
+    sizes: Mapping[str, int]
+    #: By type, how many more the batch can take that was begun last.
+    places: dict[str, int] = field(default_factory=dict)
+    #: The next job in the lane fits nowhere, and those behind it must not overtake it.
+    blocked: bool = False
+
+    def take(self, type: str) -> bool:
+        """Seat a job beside others of its type, or in a free slot; False when there is no place for it."""
+        if self.places.get(type, 0) > 0:
+            self.places[type] -= 1
+        elif self.slots > 0:
+            self.slots -= 1
+            self.places[type] = self.sizes.get(type, 1) - 1
+        else:
+            return False
+        return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a batch that has begun would take more, and could get it."""
+        return not self.blocked and any(self.places.values())
+
+    @property
+    def dry(self) -> bool:
+        """Whether the lane had less than could run."""
+        return not self.blocked and (self.slots > 0 or any(self.places.values()))
 
 
 class Waiting(Protocol):

@@ -16,7 +16,7 @@ A handler's module imports only what is exported here.
 """
 
 from worker.artifacts import Superseded
-from worker.context import Context
+from worker.context import BatchContext, Context
 from worker.handlers import Cancelled, Permanent, Retry, Skip, handler
 
-__all__ = ["Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler"]
+__all__ = ["BatchContext", "Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler"]

@@ -39,6 +39,7 @@ from worker.intake import Intake
 from worker.keepalive import Keepalive
 from worker.ledger import Ledger
 from worker.lifeline import Lifeline
+from worker.run import Batch
 from worker.slots import SlotEvents, SlotPool
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Session:
             self._by,
             policy,
             memory_for=self._slots.memory_for,
+            size_of=self._slots.size_of,
             held=self._held.job_ids,
             claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
             on_settled=self._settled,
@@ -195,12 +197,14 @@ class Session:
     def _started(self, claim: Claim) -> None:
         self._ledger.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
 
-    def _ended(self, claim: Claim, end: End, slot: str, keeps: bool) -> None:
+    def _ended(self, batch: Batch, ends: Sequence[End], slot: str, keeps: bool) -> None:
+        claim = batch[0]
         if claim.lease is None or not claim.gpus:
-            self._write_down(end)
+            for end in ends:
+                self._write_down(end)
             return
         pinned = claim.type in self._slots.pinned
-        self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, end, keeps, pinned))
+        self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, tuple(ends), keeps, pinned))
 
     def _left(self, model: ResidentSlot, slot: str) -> None:
         self._custody.after(Departure(slot, model.key, model.gpus))
@@ -224,6 +228,8 @@ class Session:
             log.warning("left a claimed job behind", extra={"job_id": claim.job_id})
 
     def _denied(self, answers: Sequence[NotClaimed]) -> None:
+        if any(answer.put_back for answer in answers):
+            self._publisher.nudge(self._lane.name)
         if any(answer.reason == NO_BLANK_SLOT for answer in answers):
             self._slots.make_blank(self._settings.resident_min_s)
         elif any(answer.evicting for answer in answers) and self._keepalive:

@@ -1,6 +1,6 @@
-"""A slot: one child process that loads handlers once and runs jobs one after the other.
+"""A slot: one child process that loads handlers once and runs jobs, or batches of them, one after the other.
 
-    python -m worker.slot FD LIFELINE_FD PARENT_PID RESULT_LIMIT [MODULE …]
+    python -m worker.slot FD LIFELINE_FD FLAGS_FD PARENT_PID RESULT_LIMIT [MODULE …]
 
 It talks to its supervisor over FD and to nothing else: no database, no Redis. Whatever a handler does to this
 process, the supervisor sees it end.
@@ -13,20 +13,18 @@ import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from orchestrator.errors import InvalidInput
-from orchestrator.jsontext import canonical_json
-from worker import handlers, lifeline, wire
-from worker.context import Context
-from worker.handlers import Cancelled, Permanent, Registered, Retry, Skip
+from worker import answers, handlers, lifeline, wire
+from worker.context import BatchContext, Context
+from worker.flags import Flags
+from worker.handlers import Cancelled, Registered
 
-#: Levels a result may nest, as a payload may by default.
-MAX_DEPTH = 64
 #: Seconds between two looks whether anybody vouches for a leased job still.
 LOOK_EVERY_S = 0.1
 
@@ -35,6 +33,7 @@ LOOK_EVERY_S = 0.1
 class Slot:
     pipe: Connection
     registry: dict[str, Registered]
+    flags: Flags
     result_limit: int
     #: Instances of handler classes by type and model, and the device that each was loaded for.
     warm: dict[tuple[str, str | None], tuple[Any, str | None]] = field(default_factory=dict)
@@ -57,56 +56,75 @@ class Slot:
             raise Cancelled("asked to stop")
 
     def run(self) -> None:
-        memory = {name: registered.min_memory_mb for name, registered in self.registry.items()}
-        pinned = [name for name, registered in self.registry.items() if registered.pinned]
-        wire.send(self.pipe, {"hello": memory, "pinned": pinned})
+        wire.send(self.pipe, self._introduction())
         while True:
             head, body = wire.receive(self.pipe)
             if "stop" in head:
                 break
-            if "job" not in head:
-                continue  # the answer to a question of a job that did not wait for it
-            ending, result = self._attempt(head, body)
-            wire.send(self.pipe, {"end": ending}, result)
+            if "job" in head:
+                wire.send(self.pipe, *self._run_job(head["job"], body))
+            elif "jobs" in head:
+                wire.send(self.pipe, *self._run_batch(head["jobs"], body))
+            # Anything else is the answer to a question of a job that did not wait for it.
         for model in list(self.warm):
             self._unload(model)
 
-    def _attempt(self, head: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
-        """Run one job; the ending as the supervisor wants to hear it, and the result's JSON."""
+    def _introduction(self) -> dict[str, Any]:
+        known = self.registry.items()
+        return {
+            "hello": {name: registered.min_memory_mb for name, registered in known},
+            "pinned": [name for name, registered in known if registered.pinned],
+            "batches": {name: [one.batch, one.batch_wait_ms] for name, one in known if one.batch},
+        }
+
+    def _run_job(self, job: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
+        """Run one job; how it ended, and the result's JSON."""
         self.cancelled = False
-        ctx = Context(**head["job"], _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
+        ctx = Context(**job, _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
+        with self._under_lease(ctx) as about:
+            ending, result = answers.of_job(lambda: self._call(ctx, body), self.result_limit)
+        return {"end": ending | about}, result
+
+    def _run_batch(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
+        """Run jobs in one call; how each ended, and their results one behind the other."""
+        each = tuple(self._member(place, job) for place, job in enumerate(jobs))
+        ctx = BatchContext(each[0].type, each[0].model_id, each[0].device, each)
+        with self._under_lease(ctx) as about:
+            said = answers.of_batch(lambda: self._call(ctx, body), len(each), self.result_limit)
+        ends = [ending | about | {"size": len(result)} for ending, result in said]
+        return {"ends": ends}, "".join(result for _, result in said)
+
+    def _member(self, place: int, job: dict[str, Any]) -> Context:
+        return Context(
+            **job,
+            _report=partial(self._report, place=place),
+            _is_cancelled=partial(self.flags.is_up, place),
+            _owns=partial(self._owns, place),
+        )
+
+    @contextmanager
+    def _under_lease(self, ctx: Context | BatchContext) -> Iterator[dict[str, Any]]:
+        """Show the handler its GPU; afterwards tell how long it ran and whether its model stays."""
         if ctx.device is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
         before, on_gpu = self.leased, ctx.device not in (None, "cpu")
         self.leased = before or ctx.device is not None
         started = time.monotonic()
-        ending, result = self._outcome(ctx, body)
+        about: dict[str, Any] = {}
+        yield about
         # A model that stays in memory does so under a lease too; jobs without a GPU leave it there.
-        ending["keeps"] = (ctx.type, ctx.model_id) in self.warm
-        self.leased = ending["keeps"] if on_gpu else before
-        ending["run_seconds"] = time.monotonic() - started
-        return ending, result
+        about["keeps"] = (ctx.type, ctx.model_id) in self.warm
+        self.leased = about["keeps"] if on_gpu else before
+        about["run_seconds"] = time.monotonic() - started
 
-    def _outcome(self, ctx: Context, body: str) -> tuple[dict[str, Any], str]:
+    def _call(self, ctx: Context | BatchContext, body: str) -> object:
+        self.busy = True
         try:
-            self.busy = True
-            try:
-                value = self._handler(ctx)(ctx, json.loads(body))
-            finally:
-                self.busy = False
-        except Cancelled as cancelled:
-            return _failed("transient", cancelled) | {"outcome": "cancelled"}, ""  # a failure, if nobody cancelled it
-        except Skip as skip:
-            return {"outcome": "skipped", "error": str(skip)}, ""
-        except Permanent as permanent:
-            return _failed("permanent", permanent), ""
-        except Retry as retry:
-            return _failed("transient", retry) | {"retry_after_s": retry.after}, ""
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a handler raises is its answer
-            return _failed("transient", error) | {"error": traceback.format_exc(limit=-8)}, ""
-        return self._checked(value)
+            return self._handler(ctx)(ctx, json.loads(body))
+        finally:
+            self.busy = False
 
-    def _handler(self, ctx: Context) -> Callable[[Context, Any], Any]:
+    def _handler(self, ctx: Context | BatchContext) -> Callable[[Any, Any], Any]:
         registered = self.registry[ctx.type]
         if not registered.is_class:
             return registered.target
@@ -118,7 +136,7 @@ class Slot:
             if hasattr(instance, "load"):
                 instance.load(ctx)
             self.warm[model] = instance, ctx.device
-        run: Callable[[Context, Any], Any] = self.warm[model][0].run
+        run: Callable[[Any, Any], Any] = self.warm[model][0].run
         return run
 
     def _unload(self, model: tuple[str, str | None]) -> None:
@@ -126,43 +144,27 @@ class Slot:
         if hasattr(instance, "unload"):
             instance.unload()
 
-    def _checked(self, value: object) -> tuple[dict[str, Any], str]:
-        """A result must be JSON of bounded size; anything else cannot be stored, and trying again will not help."""
-        try:
-            text = canonical_json(value, "result", MAX_DEPTH)
-            size = len(text.encode())
-        except InvalidInput as unfit:
-            return {"outcome": "failed", "error_kind": "bad_result", "error": str(unfit)}, ""
-        if size > self.result_limit:
-            error = f"result has {size} bytes, the limit is {self.result_limit}; store it elsewhere, return a reference"
-            return {"outcome": "failed", "error_kind": "bad_result", "error": error}, ""
-        return {"outcome": "done"}, text
-
-    def _owns(self) -> bool:
+    def _owns(self, place: int = 0) -> bool:
         self.questions += 1
-        wire.send(self.pipe, {"owns": self.questions})
+        wire.send(self.pipe, {"owns": self.questions, "place": place})
         while True:
             head, _ = wire.receive(self.pipe)
             if head.get("question") == self.questions:
                 return bool(head["owns"])
 
-    def _report(self, fraction: float, note: str) -> None:
-        wire.send(self.pipe, {"progress": [fraction, note]})
-
-
-def _failed(kind: str, error: BaseException) -> dict[str, Any]:
-    return {"outcome": "failed", "error_kind": kind, "error": f"{type(error).__name__}: {error}"}
+    def _report(self, fraction: float, note: str, place: int = 0) -> None:
+        wire.send(self.pipe, {"progress": [fraction, note], "place": place})
 
 
 def main() -> None:
-    fd, lifeline_fd, parent_pid, result_limit, *modules = sys.argv[1:]
+    fd, lifeline_fd, flags_fd, parent_pid, result_limit, *modules = sys.argv[1:]
     wire.die_with_parent(int(parent_pid))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides what happens here
-    for inherited in (int(fd), int(lifeline_fd)):
+    for inherited in (int(fd), int(lifeline_fd), int(flags_fd)):
         os.set_inheritable(inherited, False)
     pipe = Connection(int(fd))
     try:
-        slot = Slot(pipe, handlers.load(modules), int(result_limit))
+        slot = Slot(pipe, handlers.load(modules), Flags(int(flags_fd)), int(result_limit))
         slot.listen()
         lifeline.end_when_over(lifeline.Lifeline(int(lifeline_fd)), lambda: slot.leased, LOOK_EVERY_S)
         slot.run()

@@ -1,5 +1,7 @@
 """Jobs that share one call share one lease, are claimed by one transaction, and end each by itself."""
 
+from typing import Any
+
 import pytest
 
 from orchestrator.jobs import BURY, FINISH, HAND_BACK, RETRY, STOP, ErrorKind
@@ -79,7 +81,7 @@ def test_more_batches_than_slots_go_back_at_once_and_come_first_the_next_time(db
     hand = hire(db)
     first, second = submit(db, 3, model_id="a"), submit(db, 2, model_id="b")
     set_job(db, second[0], queued="announced", published_at=utc_shift(-1.0))
-    answers = hand.offer(*second, *first, batch=32, blank=1)
+    answers: Any = hand.offer(*second, *first, batch=32, blank=1)
     assert batches(answers) == [set(first)]  # by rank, whatever the order of delivery
     assert [(answers[job_id].reason, answers[job_id].put_back) for job_id in second] == [(NO_SLOT, True)] * 2
     assert (row(db, second[0]).queued, row(db, second[0]).published_at) == ("ready", None)
@@ -100,7 +102,7 @@ def test_a_job_that_was_cancelled_or_is_overdue_is_not_part_of_it(db):
 def test_a_suspect_runs_alone(db, past):
     ids = submit(db, 4)
     set_job(db, ids[1], **past)
-    answers = hire(db).offer(*ids, batch=32, blank=2)
+    answers: Any = hire(db).offer(*ids, batch=32, blank=2)
     assert batches(answers) == [{ids[0], ids[2], ids[3]}, {ids[1]}]
     assert answers[ids[1]].batch == ids[1]
 
@@ -117,7 +119,7 @@ def test_one_that_only_failed_may_share_again(db):
 def test_a_batch_without_room_waits_and_its_smaller_jobs_may_go_first(db):
     hand = hire(db, gpu(total_mb=10_000))
     small, large = submit(db, 3, min_memory_mb=1000), submit(db, min_memory_mb=9500)
-    answers = hand.offer(*small, *large, batch=32, blank=1)
+    answers: Any = hand.offer(*small, *large, batch=32, blank=1)
     assert claimed(answers) == []
     assert row(db, large[0]).queued == "delayed" and "9500" in row(db, large[0]).wait_reason
     assert all(answers[job_id].put_back for job_id in small)
@@ -204,17 +206,17 @@ def test_a_batch_that_failed_as_a_whole_charges_nobody_and_its_jobs_run_alone(db
 def test_a_job_that_kills_its_process_ends_after_one_batch_and_two_runs_alone(db):
     hand = hire(db)
     (poison,) = submit(db)
-    arrows = []
-    for end in (
-        {"outcome": Outcome.HANDED_BACK, "error_kind": ErrorKind.BATCH},
-        {"outcome": Outcome.FAILED, "error_kind": ErrorKind.WORKER_LOST},
-        {"outcome": Outcome.FAILED, "error_kind": ErrorKind.WORKER_LOST},
+    arrows: list[Any] = []
+    for outcome, kind in (
+        (Outcome.HANDED_BACK, ErrorKind.BATCH),
+        (Outcome.FAILED, ErrorKind.WORKER_LOST),
+        (Outcome.FAILED, ErrorKind.WORKER_LOST),
     ):
         neighbours = submit(db, 2)
         answers = hand.offer(poison, *neighbours, batch=32, blank=2)
         assert [len(one) for one in batches(answers)] == ([2, 1] if arrows else [3])
-        claim = answers[poison]
-        arrows.append(hand.record(ends=[End(poison, claim.attempt, **end)])[0].arrow)
+        end = End(poison, len(arrows) + 1, outcome, error_kind=kind)
+        arrows.append(hand.record(ends=[end])[0].arrow)
     assert arrows == [HAND_BACK, RETRY, BURY]
     assert history(db, poison).count("job.claimed") == 3
 
