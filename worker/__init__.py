@@ -1,7 +1,7 @@
 """The worker: a supervisor that claims jobs, and slots (child processes) that run handlers.
 
     supervisor process                                     slot processes, one session each
-    ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs
+    ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs, one or a batch to a call
     ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
     ├─ ledger      claims + leases, starts, ends → one transaction → XACK + XDEL
     ├─ custody     look at the GPU before a leased job and after it: warm model, nothing, or processes to wait for

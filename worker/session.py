@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from orchestrator import tally
 from orchestrator.errors import Overloaded, Unavailable
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch
@@ -31,6 +32,7 @@ from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
 from orchestrator.store.settle import End, Release, Settled, Start, never_started
 from orchestrator.stream.hub import Hub
+from orchestrator.tally import Sizes, Tally
 from worker import host
 from worker.custody import Custody, Departure
 from worker.doorbell import Listener
@@ -64,6 +66,7 @@ class Session:
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
         self._counts = {"done": 0, "failed": 0}
+        self._batch_sizes: Tally = {}
         self._draining = False
         self._lifeline = Lifeline()
         self._keepalive: Keepalive | None = None
@@ -138,6 +141,8 @@ class Session:
         self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
         self._doorbell.start()
         self._intake.start()
+        largest = max(self._slots.batching.sizes.values(), default=0)
+        self._publisher.reaches(self._lane.name, self._settings.worker_slots * largest)
         self._publisher.nudge(self._lane.name)
         log.info("worker ready", extra={"worker_id": self.worker_id, "lane": self._lane.name})
 
@@ -199,6 +204,8 @@ class Session:
 
     def _ended(self, batch: Batch, ends: Sequence[End], slot: str, keeps: bool) -> None:
         claim = batch[0]
+        if claim.batch:
+            self._batch_sizes.setdefault(claim.type, Sizes()).count(len(batch))
         if claim.lease is None or not claim.gpus:
             for end in ends:
                 self._write_down(end)
@@ -289,6 +296,7 @@ class Session:
             progress,
             held,
             self._slots.resident(),
+            tally.to_text(self._batch_sizes),
         )
 
     def _on_lost(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Table, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
+from orchestrator import tally
 from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
@@ -73,6 +74,8 @@ class Beat:
     held: tuple[str, ...] = ()
     #: The leases of the warm models in memory.
     resident: tuple[str, ...] = ()
+    #: How large its batches were, as text; None for a worker that has run none.
+    batch_sizes: str | None = None
 
 
 def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
@@ -89,6 +92,7 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
             jobs_done=beat.done,
             jobs_failed=beat.failed,
             status="draining" if beat.draining else "active",
+            **({"batch_sizes": beat.batch_sizes} if beat.batch_sizes else {}),
         )
     )
     if alive.rowcount != 1:
@@ -196,7 +200,23 @@ def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
         .order_by(workers.c.started_at.desc())
         .limit(limit)
     )
-    return [row._asdict() | {"types": json.loads(row.types)} for row in rows]
+    return [_shown(row._asdict()) for row in rows]
+
+
+def _shown(worker: dict[str, Any]) -> dict[str, Any]:
+    sizes = tally.from_text(worker.pop("batch_sizes"))
+    batches = {type: of_type.summary() for type, of_type in sizes.items()}
+    return worker | {"types": json.loads(worker["types"]), "batches": batches}
+
+
+def batch_sizes(conn: Connection) -> dict[str, tally.Tally]:
+    """What workers told of their batches, by worker, those that left within the last hour included."""
+    rows = conn.execute(
+        select(workers.c.worker_id, workers.c.batch_sizes).where(
+            workers.c.batch_sizes.is_not(None), workers.c.last_heartbeat > utc_shift(-3600.0)
+        )
+    )
+    return {row.worker_id: tally.from_text(row.batch_sizes) for row in rows}
 
 
 def serves(conn: Connection, node_id: str, pool_id: str) -> bool:

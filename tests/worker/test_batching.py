@@ -160,6 +160,11 @@ class Bench:
 
 
 @pytest.fixture
+def worker_timeout_s():
+    return 20.0
+
+
+@pytest.fixture
 def bench(cluster, orchestrator, tmp_path):
     return Bench(cluster, orchestrator, tmp_path)
 
@@ -314,6 +319,7 @@ def test_a_worker_that_is_stopped_hands_all_of_it_back(bench, cluster):
     assert [job["result"] for job in bench.done(*ids)] == ["ran"] * 3
 
 
+@pytest.mark.parametrize("worker_timeout_s", [2.0])
 def test_a_supervisor_that_dies_takes_nobody_to_the_grave(bench, cluster):
     ids = bench.submit(*[{"type": "deaf"}] * 2)
     worker = bench.work()
