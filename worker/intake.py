@@ -128,22 +128,26 @@ class Intake:
         taken = self._seated(self._unanswered or self._reader.read_fitting(seats), seats)
         if not taken:
             taken = self._seated(self._reader.read(1, block_ms), seats)
-            taken += self._seated(self._reader.read_fitting(seats), seats) if taken else []
+            taken += self._more(seats) if taken else []
         return taken + self._company(taken, seats)
 
     def _company(self, first: Sequence[Entry], seats: Seats) -> list[Entry]:
         """More for the batches that have begun. Whoever runs by itself is not kept waiting for others."""
         found: list[Entry] = []
         until, come = NEVER, first
-        while seats.waiting and not self._stop.is_set():
+        while seats.waiting and not (self._unanswered or self._stop.is_set()):
             now = time.monotonic()
             until = min([until, *(now + self._slots.batching.wait_s(entry.type) for entry in come)])
             if now >= until:
                 break
             self._reader.wait_for_more(round((until - now) * 1000))
-            come = self._seated(self._reader.read_fitting(seats), seats)
+            come = self._more(seats)
             found += come
         return found
+
+    def _more(self, seats: Seats) -> list[Entry]:
+        """What came meanwhile, unless older entries wait for a seat."""
+        return [] if self._unanswered else self._seated(self._reader.read_fitting(seats), seats)
 
     def _seated(self, entries: list[Entry], seats: Seats) -> list[Entry]:
         """Those that can run now. Others are at hand only after a fault, when all that is pending was read again."""

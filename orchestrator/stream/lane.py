@@ -25,6 +25,9 @@ T = TypeVar("T")
 #: What Redis says about a key that is no stream, and about one whose last id is the last there can be.
 _BEYOND_USE = ("WRONGTYPE", "exhausted the last possible ID")
 
+#: Entries that one read for batches brings at most: they are claimed by one transaction.
+MAX_READ = 1000
+
 #: Name under which the leader holds entries while it decides what becomes of them.
 LEADER = "leader"
 
@@ -97,7 +100,7 @@ for i = 4, #ARGV, 3 do
   most = most + places[ARGV[i]] + slots * size[ARGV[i]]
 end
 local fitting, blocked = 0, 0
-for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', math.max(most, 1))) do
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', math.max(1, math.min(most, MOST)))) do
   local kind = ''
   for i = 1, #entry[2], 2 do
     if entry[2][i] == 'type' then kind = entry[2][i + 1] end
@@ -115,7 +118,7 @@ for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT',
 end
 if fitting == 0 then return {blocked, {}} end
 return {blocked, redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', fitting, 'STREAMS', KEYS[1], '>')}
-"""
+""".replace("MOST", str(MAX_READ))
 
 
 class Entry(NamedTuple):
@@ -345,8 +348,9 @@ class LaneReader:
         begun = [field for type, size in seats.sizes.items() for field in (type, size, seats.places.get(type, 0))]
         arguments = [self._lane.group, self._consumer, seats.slots, *begun]
         blocked, answer = self._fitting(keys=[self._lane.key], args=arguments)
-        seats.blocked = bool(blocked)
-        return [entry for _key, rows in answer for entry in _entries((row[0], _paired(row[1])) for row in rows)]
+        found = [entry for _key, rows in answer for entry in _entries((row[0], _paired(row[1])) for row in rows)]
+        seats.blocked = bool(blocked) or len(found) >= MAX_READ
+        return found
 
     def _xreadgroup(self, start: str, count: int, block_ms: int | None) -> list[Entry]:
         answer: Any = self._client.xreadgroup(

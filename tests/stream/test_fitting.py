@@ -4,6 +4,7 @@ import pytest
 
 from orchestrator.batching import Seats
 from orchestrator.jobs import Ready
+from orchestrator.stream.lane import MAX_READ
 
 
 @pytest.fixture
@@ -63,6 +64,13 @@ def test_a_batch_goes_on_where_the_last_read_ended(lane, reader):
     announce(lane, "aaa")
     assert read(reader, places) == "aa" and not places.waiting
     assert read(reader, places) == ""
+
+
+def test_one_read_brings_no_more_than_one_transaction_should_claim(lane, reader):
+    announce(lane, "a" * (MAX_READ + 10))
+    places = Seats(2, {"a": MAX_READ})
+    assert len(reader.read_fitting(places)) == MAX_READ
+    assert places.blocked and not places.waiting
 
 
 def test_two_readers_never_get_the_same(lane, hub):

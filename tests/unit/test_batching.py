@@ -44,17 +44,26 @@ class Lane:
         return [Entry("1-1", "job", type) for type in taken]
 
 
+BATCHING = Batching({"many": 4}, {"many": 60.0})
+
+
+def intake_of(lane: Lane, pending: tuple[str, ...] = ()) -> Intake:
+    """One that only reads; `pending` are entries that it got already, before a fault."""
+    nothing: Any = SimpleNamespace(db_timeout_s=1.0, redis_block_ms=1)
+    slots: Any = SimpleNamespace(batching=BATCHING)
+    told: dict[str, Any] = dict.fromkeys(("no_room", "on_read", "on_refused", "on_denied"))
+    made = Intake(nothing, nothing, nothing, lane, slots, nothing, nothing, nothing, **told)  # type: ignore[arg-type]
+    made._unanswered = [Entry("0-1", "job", type) for type in pending]
+    return made
+
+
 def company(lane: Lane, slots: int, first: str = "many", stopped: bool = False) -> str:
-    batching = Batching({"many": 4}, {"many": 60.0})
-    intake: Any = SimpleNamespace(
-        _reader=lane,
-        _slots=SimpleNamespace(batching=batching),
-        _stop=SimpleNamespace(is_set=lambda: stopped),
-        _seated=lambda entries, seats: [entry for entry in entries if seats.take(entry.type)],
-    )
-    seats = Seats(slots, batching.sizes)
+    intake = intake_of(lane)
+    if stopped:
+        intake.stop()
+    seats = Seats(slots, BATCHING.sizes)
     seats.take(first)
-    return " ".join(entry.type for entry in Intake._company(intake, [Entry("1-0", "job", first)], seats))
+    return " ".join(entry.type for entry in intake._company([Entry("1-0", "job", first)], seats))
 
 
 def test_a_batch_that_is_full_waits_no_longer():
@@ -78,6 +87,14 @@ def test_nobody_waits_behind_what_fits_nowhere():
 def test_a_worker_that_stops_waits_for_nobody():
     lane = Lane("many")
     assert (company(lane, slots=1, stopped=True), lane.waits) == ("", 0)
+
+
+def test_what_was_read_before_a_fault_is_not_forgotten_over_what_comes():
+    lane = Lane("many")
+    intake = intake_of(lane, ("many", "plain", "many"))
+    assert [entry.type for entry in intake._take(Seats(1, BATCHING.sizes))] == ["many"]
+    assert [entry.type for entry in intake._unanswered] == ["plain", "many"]
+    assert lane.waits == 0
 
 
 # --- what handlers say ---
