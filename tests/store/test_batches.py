@@ -10,7 +10,7 @@ from orchestrator.store import audit, schema, withdraw
 from orchestrator.store.claim import NO_SLOT, Claim
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Left, Outcome, never_started
-from tests.factories import active_leases, done, failed, gpu, hire, history, row, rows, set_job, submit, traffic
+from tests.factories import active_leases, done, failed, gpu, hire, history, row, rows, set_job, submit
 
 SHARED = Left(Remains.SHARED)
 
@@ -230,43 +230,6 @@ def test_neighbours_of_a_worker_that_died_twice_are_not_buried(db):
     again = hand.offer(*ids, batch=32, blank=3)
     assert [len(one) for one in batches(again)] == [1, 1, 1]
     assert [item.arrow for item in hand.finish(*claimed(again))] == [FINISH] * 3
-
-
-# --- what it costs ---
-
-
-def test_claiming_and_ending_32_jobs_does_not_cost_a_statement_for_each(db):
-    hand = hire(db, gpu())
-    ids = submit(db, 32, min_memory_mb=1000)
-    with traffic(db) as claiming:
-        claims = claimed(hand.offer(*ids, batch=32, blank=1))
-    with traffic(db) as ending:
-        hand.record(ends=[sharing(claim, done(claim)) for claim in claims])
-    assert len(claims) == 32 and leased_mb(db) == {"GPU-0": 0}
-    assert len(_statements(claiming)) <= 8, claiming.statements
-    assert len(_statements(ending)) <= 7, ending.statements
-    assert (claiming.commits, ending.commits) == (1, 1)
-
-
-def test_a_batch_of_32_without_room_is_put_off_by_one_statement(db):
-    hand = hire(db, gpu(total_mb=10_000))
-    ids = submit(db, 32, min_memory_mb=9500)
-    with traffic(db) as seen:
-        assert claimed(hand.offer(*ids, batch=32, blank=1)) == []
-    assert len([s for s in _statements(seen) if s.startswith("UPDATE")]) == 1, seen.statements
-
-
-def test_32_jobs_under_a_warm_model_cost_as_much_as_one(db):
-    hand = hire(db, gpu())
-    slot = warm_model(db, hand)
-    ids = submit(db, 32, min_memory_mb=1000)
-    with traffic(db) as seen:
-        assert len(claimed(hand.offer(*ids, batch=32, warm=[slot], blank=0))) == 32
-    assert len(_statements(seen)) <= 5, seen.statements
-
-
-def _statements(seen):
-    return [statement for statement in seen.statements if not statement.startswith("BEGIN")]
 
 
 def test_a_cancelled_job_of_a_batch_ends_as_cancelled_whatever_happened_to_the_rest(db):

@@ -1,5 +1,7 @@
 """Batches without a server: who waits for whom, what a slot is told, and what becomes of each job."""
 
+from multiprocessing import Pipe
+from selectors import EVENT_READ
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,14 @@ from orchestrator.store.claim import Claim
 from orchestrator.store.settle import Outcome
 from orchestrator.stream.lane import Entry
 from orchestrator.tally import Sizes
-from worker import Cancelled, Permanent, Retry, Skip, answers, handler
+from worker import Cancelled, Permanent, Retry, Skip, answers, handler, wire
 from worker.flags import Flags
 from worker.handlers import Batching
 from worker.intake import Intake
+from worker.lifeline import Lifeline
 from worker.process import SlotProcess
 from worker.run import Run
+from worker.slots import SlotEvents, SlotPool
 
 # --- waiting for company ---
 
@@ -216,6 +220,26 @@ def test_if_nobody_wants_it_any_more_it_is_told_to_stop(slot):
         slot.cancel(job_id, 10.0)
     slot.look_at_clock(slot.run.term_at)
     assert slot.worn
+
+
+def test_a_slot_that_speaks_of_a_job_it_does_not_run_is_not_understood(slot):
+    ours, theirs = Pipe()
+    told: Any = SlotEvents(*[lambda *_given: None] * 5)
+    lifeline = Lifeline()
+    pool = SlotPool(1, "w", [], {}, told, 1.0, lifeline)
+    slot.pipe = ours
+    pool._selector.register(ours, EVENT_READ, slot)
+    wire.send(theirs, {"progress": [0.5, ""], "place": 2})
+    pool._hear(slot)
+    assert not slot.dying
+    wire.send(theirs, {"progress": [0.5, ""], "place": 3})
+    pool._hear(slot)
+    assert slot.dying
+    pool._selector.close()
+    pool.close()
+    lifeline.close()
+    ours.close()
+    theirs.close()
 
 
 # --- how large they were ---
