@@ -79,13 +79,14 @@ def test_a_batch_is_full_before_the_next_begins(db):
 def test_more_batches_than_slots_go_back_at_once_and_come_first_the_next_time(db):
     """Jobs for one model do not keep out those for another, however many there are."""
     hand = hire(db)
-    first, second = submit(db, 3, model_id="a"), submit(db, 2, model_id="b")
+    first = [submit(db, job_id=f"z-{n}", model_id="a")[0] for n in range(3)]
+    second = [submit(db, job_id=f"a-{n}", model_id="b")[0] for n in range(2)]
     set_job(db, second[0], queued="announced", published_at=utc_shift(-1.0))
     answers: Any = hand.offer(*second, *first, batch=32, blank=1)
-    assert batches(answers) == [set(first)]  # by rank, whatever the order of delivery
+    assert batches(answers) == [set(first)]  # by rank, whatever the order of delivery and of keys
     assert [(answers[job_id].reason, answers[job_id].put_back) for job_id in second] == [(NO_SLOT, True)] * 2
     assert (row(db, second[0]).queued, row(db, second[0]).published_at) == ("ready", None)
-    later = submit(db, 3, model_id="a")
+    later = [submit(db, job_id=f"0-{n}", model_id="a")[0] for n in range(3)]
     assert batches(hand.offer(*later, *second, batch=32, blank=1)) == [set(second)]
 
 
