@@ -105,10 +105,14 @@ class ErrorKind(StrEnum):
     GPU_LOST = "gpu_lost"
     BAD_RESULT = "bad_result"
     DEADLINE = "deadline_exceeded"
+    #: The call for its whole batch failed, or the process died under it: nobody knows by whose fault.
+    BATCH = "batch"
 
 
 #: Ends that took a process or a GPU with them. Counted apart, so that a job that does it every time ends soon.
 CRASHES = frozenset({ErrorKind.WORKER_LOST, ErrorKind.GPU_LOST})
+#: After these a job runs alone: what it does then is its own doing, and it takes no neighbour down again.
+ALONE_AFTER = CRASHES | {ErrorKind.BATCH, ErrorKind.TIMEOUT}
 
 
 @dataclass(frozen=True)

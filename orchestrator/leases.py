@@ -132,6 +132,8 @@ class Remains(Enum):
     PROCESSES = "processes"
     #: A warm model, which keeps the lease for the next job.
     MODEL = "model"
+    #: Not this job's to say: it ran in a batch under the lease of another, whose end ends it.
+    SHARED = "shared"
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class Pace:
     per_second: float = 0.0
     since: float = field(default_factory=time.monotonic)
     announced: int = 0
+    #: Jobs that this process can take at once, where slots take several each.
+    reach: int = 0
     #: What the window was at the last look, and how many entries should be left of it now.
     window: int = 0
     left: int = 0
@@ -71,6 +73,10 @@ class Publisher:
         with self._wake:
             self._nudged.add(lane)
             self._wake.notify()
+
+    def reaches(self, lane: str, count: int) -> None:
+        """A worker here takes up to `count` jobs of this lane at once: with fewer its batches would not be full."""
+        self._pace.setdefault(lane, Pace()).reach = count
 
     def consumed(self, lane: str, count: int) -> None:
         """A worker took `count` entries: nudge when about half of the window must be gone."""
@@ -109,7 +115,7 @@ class Publisher:
             self._thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)
 
     def _window(self, lane: str, pace: Pace) -> int:
-        """Twice the live slots plus what the lane consumes in a moment, within bounds.
+        """Twice the live slots, or what full batches take, plus what the lane consumes in a moment, within bounds.
 
         A slow lane keeps its order changeable to the last; a fast one is refilled by the hundred.
         """
@@ -118,7 +124,7 @@ class Publisher:
             pace.slots_counted_at = time.monotonic()
         if pace.slots is None:
             return 0  # its pool is drained: what waits stays where it can still be moved
-        wanted = 2 * pace.slots + round(pace.per_second * WINDOW_S)
+        wanted = max(2 * pace.slots, pace.reach) + round(pace.per_second * WINDOW_S)
         return max(self._settings.lane_window_min, min(wanted, self._settings.lane_window_max))
 
     def _loop(self) -> None:

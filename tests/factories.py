@@ -88,10 +88,13 @@ class Hand:
         held: Collection[str] = (),
         warm: Sequence[ResidentSlot] = (),
         blank: int | None = None,
+        batch: int = 0,
     ) -> dict[str, Claim | NotClaimed]:
-        """Try to claim; `memory_mb` is the handler's need, None for a worker without a handler."""
+        """Try to claim; `memory_mb` is the handler's need, None for a worker without a handler; `batch` its size."""
         return self.db.write(
-            lambda conn: claim_jobs(conn, self.by, job_ids, lambda _type: memory_mb, held, warm, blank)
+            lambda conn: claim_jobs(
+                conn, self.by, job_ids, lambda _type: memory_mb, held, warm, blank, lambda _type: batch
+            )
         )
 
     def claim(self, *job_ids: str, memory_mb: int = 0) -> list[Any]:

@@ -1,7 +1,7 @@
 """The worker: a supervisor that claims jobs, and slots (child processes) that run handlers.
 
     supervisor process                                     slot processes, one session each
-    ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs
+    ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs, one or a batch to a call
     ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
     ├─ ledger      claims + leases, starts, ends → one transaction → XACK + XDEL
     ├─ custody     look at the GPU before a leased job and after it: warm model, nothing, or processes to wait for
@@ -17,8 +17,8 @@ A handler's module imports only what is exported here.
 """
 
 from worker.artifacts import Superseded
-from worker.context import Context
+from worker.context import BatchContext, Context
 from worker.handlers import Cancelled, Permanent, Retry, Skip, handler
 from worker.serving import served
 
-__all__ = ["Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler", "served"]
+__all__ = ["BatchContext", "Cancelled", "Context", "Permanent", "Retry", "Skip", "Superseded", "handler", "served"]

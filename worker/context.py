@@ -37,6 +37,11 @@ class Context:
     _last_report: float = field(default=float("-inf"), repr=False)
 
     @property
+    def jobs(self) -> tuple[Context, ...]:
+        """Itself: a handler that takes jobs one by one has one."""
+        return (self,)
+
+    @property
     def cancelled(self) -> bool:
         """Whether somebody cancelled the job. Look often, clean up and raise Cancelled: soon nobody asks any more."""
         return self._is_cancelled()
@@ -56,3 +61,25 @@ class Context:
         if now - self._last_report >= PROGRESS_EVERY_S:
             self._last_report = now
             self._report(min(max(float(fraction), 0.0), 1.0), str(note))
+
+
+@dataclass
+class BatchContext:
+    """What a handler with `batch` gets: `jobs` are the contexts of its jobs, in the order of their payloads."""
+
+    type: str
+    model_id: str | None
+    device: str | None
+    jobs: tuple[Context, ...]
+    adapter: str | None = None
+    variant: str | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants any of it. One that was cancelled alone may be left out: its result is not stored."""
+        return all(job.cancelled for job in self.jobs)
+
+    def progress(self, fraction: float, note: str = "") -> None:
+        """Say how far all of them are (0…1)."""
+        for job in self.jobs:
+            job.progress(fraction, note)

@@ -27,13 +27,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Departure:
-    """A leased job that ended, or a warm model that left: in which slot, and whether its handler keeps a model."""
+    """Leased jobs that ended, or a warm model that left: in which slot, and whether their handler keeps a model."""
 
     slot: str
     key: str
     gpus: tuple[GpuShare, ...]
+    #: Any of the jobs of one call, and how each of them ended; last the one whose lease it is.
     claim: Claim | None = None
-    end: End | None = None
+    ends: tuple[End, ...] = ()
     keeps: bool = False
     pinned: bool = False
 
@@ -95,9 +96,11 @@ class Custody:
             self._slots.reuse(departure.slot)
         else:
             self._slots.retire(departure.slot)
-        end = departure.end and departure.end._replace(lease_key=departure.key, left=left)
         try:
-            self._note(end or Release(departure.key, left))
+            for end in departure.ends[:-1]:
+                self._note(end)
+            last = departure.ends[-1]._replace(lease_key=departure.key, left=left) if departure.ends else None
+            self._note(last or Release(departure.key, left))
         except Overloaded as closed:  # told to nobody else, and not done again: its slot may run the next job by now
             return closed
         return None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+
+from orchestrator.batching import MAX_BATCH
 
 #: Entry point group under which installed packages offer handler modules.
 ENTRY_POINTS = "gpuorch.handlers"
 BUILTIN = "worker.builtin"
+#: Milliseconds for which the first job of a batch waits for others: by default, and at most (a slot is kept meanwhile).
+BATCH_WAIT_MS, MAX_BATCH_WAIT_MS = 5.0, 1000.0
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -46,22 +50,58 @@ class Registered:
     min_memory_mb: int
     #: Its model, once warm, leaves the GPU for nobody.
     pinned: bool = False
+    #: Jobs that one call takes; None when it takes a payload instead of a list of them.
+    batch: int | None = None
+    #: How long the first of a batch waits for others.
+    batch_wait_ms: float = 0.0
 
     @property
     def is_class(self) -> bool:
         return inspect.isclass(self.target)
 
 
+@dataclass(frozen=True)
+class Batching:
+    """By type, as its handler declares it: how many jobs make a full batch, how long the first waits for others."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def declared(cls, batches: Mapping[str, tuple[int, float]]) -> Self:
+        sizes = {type: int(size) for type, (size, _) in batches.items()}
+        return cls(sizes, {type: wait_ms / 1000 for type, (_, wait_ms) in batches.items()})
+
+    def wait_s(self, type: str) -> float:
+        """Whoever runs by itself waits for nobody."""
+        return self.waits_s.get(type, 0.0)
+
+
 _registry: dict[str, Registered] = {}
 
 
-def handler(type: str, *, min_memory_mb: int = 0, pinned: bool = False) -> Callable[[Target], Target]:
+def handler(
+    type: str,
+    *,
+    min_memory_mb: int = 0,
+    pinned: bool = False,
+    batch: int | None = None,
+    batch_wait_ms: float = BATCH_WAIT_MS,
+) -> Callable[[Target], Target]:
     """Register a function `(ctx, payload) -> result`, or a class with `run` (and `load`, `unload`), for a job type.
 
     A class that holds GPU memory after a job stays warm: the next job of its type finds it loaded. It leaves when
     others need the room, unless it is `pinned`. One with a method `healthy` is asked before each job and after each
     that failed: False means unloaded, and loaded anew for the next.
+
+    With `batch` it is called once for up to so many waiting jobs, `(ctx, payloads) -> results`: a list with a result
+    or an exception for each, which is handled as if raised for that job alone. The first waits at most `batch_wait_ms`
+    for others. The memory is that of the whole batch.
     """
+    if batch is not None and not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"batch of {type!r} must be from 1 to {MAX_BATCH}, not {batch}")
+    if not 0 <= batch_wait_ms <= MAX_BATCH_WAIT_MS:
+        raise ValueError(f"batch_wait_ms of {type!r} must be from 0 to {MAX_BATCH_WAIT_MS}, not {batch_wait_ms}")
 
     def register(target: Target) -> Target:
         known = _registry.get(type)
@@ -69,7 +109,7 @@ def handler(type: str, *, min_memory_mb: int = 0, pinned: bool = False) -> Calla
             raise ValueError(f"job type {type!r} has two handlers: {_name(known.target)} and {_name(target)}")
         if inspect.isclass(target) and not callable(getattr(target, "run", None)):
             raise TypeError(f"{_name(target)} needs a method run(self, ctx, payload)")
-        _registry[type] = Registered(type, target, min_memory_mb, pinned)
+        _registry[type] = Registered(type, target, min_memory_mb, pinned, batch, batch_wait_ms)
         return target
 
     return register

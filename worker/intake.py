@@ -1,6 +1,7 @@
-"""Takes jobs in: as many entries as there are free slots → claim and lease in one transaction → dispatch.
+"""Takes jobs in: as many entries as free slots can run → claim and lease in one transaction → dispatch.
 
-Nothing is buffered: an entry is read only for a slot that is free now.
+Nothing is buffered: an entry is read only for a slot that is free now, or for a place in the batch that such a slot is
+about to run. One batch is filled before the next slot gets any.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
+from orchestrator.batching import Seats
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import DatabaseUnavailable, Unavailable
 from orchestrator.settings import Settings
@@ -21,6 +24,7 @@ from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
 from worker.held import Held
 from worker.ledger import Ledger
+from worker.run import NEVER, Batch
 from worker.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -103,19 +107,53 @@ class Intake:
         free = self._slots.wait_free(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
         if not free or self._stop.is_set():
             return
-        entries = self._unanswered or self._reader.read(free, self._settings.redis_block_ms)
-        self._unanswered = entries[free:]
-        entries = entries[:free]
-        self.backlogged = len(entries) >= free
+        seats = Seats(free, self._slots.batching.sizes)
+        entries = self._take(seats)
+        self.backlogged = not seats.dry
         in_hand = self._held.entry_ids()
         fresh = [entry for entry in entries if entry.entry_id not in in_hand]
-        self._on_read(len(fresh), len(entries) < free)
+        self._on_read(len(fresh), seats.dry)
         if not fresh:
             return
         if self._stop.is_set():
             self._put_back(fresh)
         else:
             self._claim(fresh)
+
+    def _take(self, seats: Seats) -> list[Entry]:
+        """Entries for as many jobs as can run now. Waits for the first, and as long as batches do for their company."""
+        block_ms = self._settings.redis_block_ms
+        if not seats.sizes:
+            return self._seated(self._unanswered or self._reader.read(seats.slots, block_ms), seats)
+        taken = self._seated(self._unanswered or self._reader.read_fitting(seats), seats)
+        if not taken:
+            taken = self._seated(self._reader.read(1, block_ms), seats)
+            taken += self._more(seats) if taken else []
+        return taken + self._company(taken, seats)
+
+    def _company(self, first: Sequence[Entry], seats: Seats) -> list[Entry]:
+        """More for the batches that have begun. Whoever runs by itself is not kept waiting for others."""
+        found: list[Entry] = []
+        until, come = NEVER, first
+        while seats.waiting and not (self._unanswered or self._stop.is_set()):
+            now = time.monotonic()
+            until = min([until, *(now + self._slots.batching.wait_s(entry.type) for entry in come)])
+            if now >= until:
+                break
+            self._reader.wait_for_more(round((until - now) * 1000))
+            come = self._more(seats)
+            found += come
+        return found
+
+    def _more(self, seats: Seats) -> list[Entry]:
+        """What came meanwhile, unless older entries wait for a seat."""
+        return [] if self._unanswered else self._seated(self._reader.read_fitting(seats), seats)
+
+    def _seated(self, entries: list[Entry], seats: Seats) -> list[Entry]:
+        """Those that can run now. Others are at hand only after a fault, when all that is pending was read again."""
+        taken = list(takewhile(lambda entry: seats.take(entry.type), entries))
+        self._unanswered = entries[len(taken) :]
+        return taken
 
     def _claim(self, entries: Sequence[Entry]) -> None:
         by_job = {entry.job_id: entry for entry in entries if entry.job_id}
@@ -146,18 +184,20 @@ class Intake:
 
     def _dispatch_all(self, claims: Sequence[Claim]) -> None:
         """Those that need a certain slot before those that take any."""
-        no_room = self._no_room(claims)
-        for claim in sorted(claims, key=_choosiness):
-            reason = no_room.get(claim.job_id)
-            if reason or not self._dispatched(claim):
-                self._on_refused(claim, reason)
+        batches = _batches(claims)
+        no_room = self._no_room([batch[0] for batch in batches])
+        for batch in sorted(batches, key=_choosiness):
+            reason = no_room.get(batch[0].job_id)
+            if reason or not self._dispatched(batch):
+                for claim in batch:
+                    self._on_refused(claim, reason)
 
-    def _dispatched(self, claim: Claim) -> bool:
+    def _dispatched(self, batch: Batch) -> bool:
         try:
-            return self._slots.dispatch(claim)
+            return self._slots.dispatch(batch)
         except Exception:
             # One job that cannot be sent must not strand those behind it: claimed, and running nowhere.
-            log.exception("dispatch broke", extra={"job_id": claim.job_id})
+            log.exception("dispatch broke", extra={"job_id": batch[0].job_id})
             return False
 
     def _leave(self) -> None:
@@ -174,10 +214,18 @@ class Intake:
         self._lane.ack([entry.entry_id for entry in entries])
 
 
-def _choosiness(claim: Claim) -> int:
-    if claim.lease and claim.lease.resident:
+def _batches(claims: Sequence[Claim]) -> list[Batch]:
+    """What goes to one slot together."""
+    found: dict[str, list[Claim]] = {}
+    for claim in claims:
+        found.setdefault(claim.batch or claim.job_id, []).append(claim)
+    return [tuple(batch) for batch in found.values()]
+
+
+def _choosiness(batch: Batch) -> int:
+    if batch[0].lease and batch[0].lease.resident:
         return 0
-    return 1 if claim.gpus else 2
+    return 1 if batch[0].gpus else 2
 
 
 def _letter(entry: Entry, reason: str) -> DeadLetter:

@@ -86,6 +86,7 @@ class Ledger:
         policy: RetryPolicy,
         *,
         memory_for: Callable[[str], int | None],
+        size_of: Callable[[str], int],
         held: Callable[[], set[str]],
         claim_is_near: Callable[[], bool],
         on_settled: Callable[[Sequence[Settled]], None],
@@ -96,6 +97,7 @@ class Ledger:
         self._by = by
         self._policy = policy
         self._memory_for = memory_for
+        self._size_of = size_of
         self._held = held
         self._on_settled = on_settled
         self._on_stuck = on_stuck
@@ -171,7 +173,9 @@ class Ledger:
             end_leases(conn, [(release.lease_key, release.left) for release in turn.releases])
             held = self._held() - {end.job_id for end in turn.ends}
             answers: list[Answers | Exception] = [
-                claim_jobs(conn, self._by, offer.job_ids, self._memory_for, held, offer.warm, offer.blank)
+                claim_jobs(
+                    conn, self._by, offer.job_ids, self._memory_for, held, offer.warm, offer.blank, self._size_of
+                )
                 for offer in turn.offers
             ]
         return settled, answers

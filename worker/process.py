@@ -16,31 +16,27 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from orchestrator.gpu.processes import MARK
-from orchestrator.jobs import ErrorKind
 from orchestrator.leases import GpuShare, ResidentSlot
 from orchestrator.store.claim import Claim
-from orchestrator.store.settle import End, Outcome
 from worker import wire
+from worker.flags import Flags
 from worker.lifeline import Lifeline
-
-#: Longest pause a handler may ask for.
-MAX_RETRY_AFTER_S = 31_536_000.0
+from worker.run import NEVER, Batch, Run
 
 #: Seconds in which a slot must take what it is sent.
 SEND_TIMEOUT_S = 5
 #: Seconds in which the rest of a frame must follow its beginning. All other slots wait meanwhile.
 RECEIVE_TIMEOUT_S = 2
 
-NEVER = float("inf")
-
 
 @dataclass
 class SlotProcess:
-    """`claim` is what it runs; it is free when it said hello and runs nothing."""
+    """`run` is what it runs; it is free when it said hello and runs nothing."""
 
     process: subprocess.Popen[bytes]
     pipe: Connection
     pidfd: int
+    flags: Flags
     #: WORKER_ID#NUMBER: what its processes are recognised by, also after its end.
     mark: str = ""
     ready: bool = False
@@ -51,16 +47,9 @@ class SlotProcess:
     #: There is one slot too many: it goes when its job is over, and is killed if it has not by then.
     leaving: bool = False
     stop_by: float = NEVER
-    claim: Claim | None = None
-    since: float = NEVER
-    deadline: float = NEVER
-    #: When its job, having been cancelled, gets SIGTERM and SIGKILL.
-    term_at: float = NEVER
-    kill_at: float = NEVER
+    run: Run | None = None
     #: It got SIGTERM, and so did whatever its handler keeps warm in processes of its own: it runs no other job.
     worn: bool = False
-    #: Why we killed it: the answer to the job it ran.
-    verdict: End | None = None
     #: Its leased job is over, and somebody looks what it left on the GPU.
     inspected: bool = False
     #: The model it keeps warm and the lease it does so under, since when, and since when it is idle.
@@ -71,10 +60,11 @@ class SlotProcess:
     @classmethod
     def start(cls, command: list[str], environment: Mapping[str, str], lifeline: Lifeline, mark: str) -> SlotProcess:
         ours, theirs = Pipe(duplex=True)
-        arguments = [str(theirs.fileno()), str(lifeline.fd), str(os.getpid()), *command]
+        flags = Flags()
+        arguments = [str(theirs.fileno()), str(lifeline.fd), str(flags.fd), str(os.getpid()), *command]
         process = subprocess.Popen(
             [sys.executable, "-m", "worker.slot", *arguments],
-            pass_fds=[theirs.fileno(), lifeline.fd],
+            pass_fds=[theirs.fileno(), lifeline.fd, flags.fd],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a process group of its own, to be killed as one
             # The last keeps programs that name their processes from writing over the mark.
@@ -82,21 +72,28 @@ class SlotProcess:
         )
         theirs.close()
         _limit_waits(ours)
-        return cls(process, ours, os.pidfd_open(process.pid), mark)
+        return cls(process, ours, os.pidfd_open(process.pid), flags, mark)
 
     @property
     def occupied(self) -> bool:
-        return self.claim is not None or self.inspected
+        return self.run is not None or self.inspected
 
-    def take(self, claim: Claim) -> None:
-        """From now on it answers for this job; `send_job` tells it so."""
-        self.claim, self.since = claim, time.monotonic()
-        self.deadline = self.since + (claim.max_runtime_sec or NEVER)
-        self.term_at = self.kill_at = NEVER
+    def runs(self, job_id: str, attempt: int) -> bool:
+        return self.run is not None and any((one.job_id, one.attempt) == (job_id, attempt) for one in self.run.claims)
 
-    def send_job(self, claim: Claim) -> None:
+    def take(self, batch: Batch) -> None:
+        """From now on it answers for these jobs; `send_jobs` tells it so."""
+        self.run = Run(batch)
+        if self.run.batched:
+            self.flags.take_down()
+
+    def send_jobs(self, batch: Batch) -> None:
+        jobs = [_job(claim) for claim in batch]
         try:
-            wire.send(self.pipe, {"job": _job(claim)}, claim.payload)
+            if batch[0].batch:
+                wire.send(self.pipe, {"jobs": jobs}, f"[{','.join(claim.payload for claim in batch)}]")
+            else:
+                wire.send(self.pipe, {"job": jobs[0]}, batch[0].payload)
         except (OSError, TypeError, ValueError):
             # It died just now, and whoever watches it answers for the job. A pipe that is closed in the middle of a
             # frame raises TypeError: its number has become None.
@@ -114,45 +111,54 @@ class SlotProcess:
         self.stop_by = time.monotonic() + patience_s
         self.send({"stop": True})
 
-    def cancel(self, step_s: float) -> None:
-        """Ask its job to stop; insist after `step_s`, kill after as much again. A signal cannot block, a pipe can."""
-        if self.term_at == NEVER:
-            self.term_at = time.monotonic() + step_s
-            self.kill_at = self.term_at + step_s
-            self._signal(os.kill, wire.CANCEL)
+    def cancel(self, job_id: str, step_s: float) -> None:
+        """Ask this job to stop; insist after `step_s`, kill after as much again. A signal cannot block, a pipe can.
+
+        Its neighbours in a batch want to go on: then nobody insists, and the call has as long to return.
+        """
+        run = self.run
+        places = [place for place, claim in enumerate(run.claims) if claim.job_id == job_id] if run else []
+        if run and places and run.cancel(job_id, step_s):
+            if run.batched:
+                self.flags.put_up(places[0])
+            else:
+                self._signal(os.kill, wire.CANCEL)
 
     def look_at_clock(self, now: float) -> None:
-        """Do what its job's time limit and its cancel ask for by now."""
+        """Do what its jobs' time limits and cancels ask for by now."""
         if now >= self.stop_by:
             self.kill()
-        if self.claim is None or self.verdict is not None:
+        run = self.run
+        if run is None or run.verdicts:
             return
-        if now >= self.deadline:
-            self.verdict = _overran(self.claim)
+        if now >= run.deadline:
+            run.overrun()
             self.kill()
-        elif now >= self.kill_at:
+        elif now >= run.kill_at:
+            run.stop()
             self.kill()
-        elif now >= self.term_at:
-            self.term_at = self.kill_at
-            self.worn = True
-            self._signal(os.killpg, signal.SIGTERM)
-        elif self.term_at < self.kill_at:
+        elif now >= run.term_at:
+            run.term_at = run.kill_at
+            if run.unwanted:
+                self.worn = True
+                self._signal(os.killpg, signal.SIGTERM)
+        elif run.term_at < run.kill_at and not run.batched:
             self._signal(os.kill, wire.CANCEL)  # again: the first may have come before the slot took the job
 
     def hand_back(self, reason: str) -> None:
-        """End its job, which may run elsewhere."""
-        if self.claim is not None and self.verdict is None:
-            self.verdict = End(self.claim.job_id, self.claim.attempt, Outcome.HANDED_BACK, error=reason)
+        """End its jobs, which may run elsewhere."""
+        if self.run is not None and not self.run.verdicts:
+            self.run.hand_back(reason)
             self.kill()
 
     def lose_lease(self) -> None:
         """What it runs or keeps under a lease must end: by now its memory may be another's."""
-        if self.resident is not None or (self.claim is not None and self.claim.lease):
+        if self.resident is not None or (self.run is not None and self.run.lead.lease):
             self._end("its lease ran out")
 
     def lose_gpu(self, uuids: Collection[str]) -> None:
         """One of these GPUs is lost: whatever it runs or keeps there is gone."""
-        if lost := [gpu for gpu in (self.claim.gpus if self.claim else ()) if gpu.gpu_uuid in uuids]:
+        if lost := [gpu for gpu in (self.run.lead.gpus if self.run else ()) if gpu.gpu_uuid in uuids]:
             self._fail(f"GPU {lost[0].gpu_index} ({lost[0].gpu_uuid}) was lost")
         elif self.resident and any(gpu.gpu_uuid in uuids for gpu in self.resident.gpus):
             self._end("the GPU of a model beside it was lost")
@@ -160,13 +166,12 @@ class SlotProcess:
     def _end(self, reason: str) -> None:
         """End it. A job that has nothing to do with why may run elsewhere."""
         self.hand_back(reason)
-        if self.claim is None:
+        if self.run is None:
             self.kill()
 
     def _fail(self, error: str) -> None:
-        if self.claim is not None and self.verdict is None:
-            job_id, attempt = self.claim.job_id, self.claim.attempt
-            self.verdict = End(job_id, attempt, Outcome.FAILED, error_kind=ErrorKind.GPU_LOST, error=error)
+        if self.run is not None and not self.run.verdicts:
+            self.run.lose_gpu(error)
             self.kill()
 
     def kill(self) -> None:
@@ -178,28 +183,6 @@ class SlotProcess:
             send(self.process.pid, number)
         except ProcessLookupError:
             return  # the process, or the whole group, is gone already
-
-    def end_of(self, claim: Claim, ending: dict[str, Any], body: str) -> End:
-        """What the slot said about its job, as the store wants to hear it."""
-        kind = ending.get("error_kind")
-        return End(
-            claim.job_id,
-            claim.attempt,
-            Outcome(ending["outcome"]),
-            run_seconds=float(ending["run_seconds"]),
-            result=body or None,
-            error_kind=ErrorKind(kind) if kind else None,
-            error=ending.get("error"),
-            retry_after_s=_bounded(ending.get("retry_after_s")),
-            lease_key=claim.lease_key,
-        )
-
-    def end_of_dead(self, claim: Claim, code: int) -> End:
-        """The answer to the job of a process that is gone."""
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        error = f"the process that ran it {how}"
-        crashed = End(claim.job_id, claim.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=error)
-        return self.verdict or crashed
 
 
 def _limit_waits(pipe: Connection) -> None:
@@ -238,28 +221,3 @@ def loading(type: str, model_id: str | None, model: ResidentSlot | None) -> dict
     """The context in which a model is loaded: like a job's, without a job."""
     device = _listed(model.gpus) if model else None
     return {"job_id": "", "type": type, "attempt": 0, "agent": "", "model_id": model_id, "device": device}
-
-
-def _bounded(seconds: object) -> float | None:
-    """A pause within a year; anything else a handler asks for is left to the usual backoff."""
-    return seconds if isinstance(seconds, int | float) and 0 <= seconds <= MAX_RETRY_AFTER_S else None
-
-
-def _overran(claim: Claim) -> End:
-    limit = claim.max_runtime_sec or 0.0
-    error = f"ran longer than max_runtime_sec = {limit}"
-    return End(
-        claim.job_id,
-        claim.attempt,
-        Outcome.FAILED,
-        run_seconds=limit,
-        error_kind=ErrorKind.TIMEOUT,
-        error=error,
-    )
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have no names
-        return f"signal {number}"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from orchestrator import __version__
+from orchestrator import __version__, tally
 from orchestrator.errors import Overloaded, Unavailable
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch
@@ -33,6 +33,7 @@ from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
 from orchestrator.store.settle import End, Release, Settled, Start, never_started
 from orchestrator.stream.hub import Hub
+from orchestrator.tally import Sizes, Tally
 from worker import host
 from worker.custody import Custody, Departure
 from worker.doorbell import Listener
@@ -43,6 +44,7 @@ from worker.ledger import Ledger
 from worker.lifeline import Lifeline
 from worker.post import Post
 from worker.preload import Preloader
+from worker.run import Batch
 from worker.slots import SlotEvents, SlotPool
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class Session:
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
         self._counts = {"done": 0, "failed": 0}
+        self._batch_sizes: Tally = {}
         self._draining = False
         self._leave_by = math.inf
         self._load_s: float | None = None
@@ -115,6 +118,7 @@ class Session:
             self._by,
             policy,
             memory_for=self._memory_for,
+            size_of=self._slots.size_of,
             held=self._held.job_ids,
             claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
             on_settled=self._settled,
@@ -175,6 +179,8 @@ class Session:
         self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
         self._doorbell.start()
         self._intake.start()
+        largest = max(self._slots.batching.sizes.values(), default=0)
+        self._publisher.reaches(self._lane.name, self._settings.worker_slots * largest)
         self._publisher.nudge(self._lane.name)
         log.info("worker ready", extra={"worker_id": self.worker_id, "lane": self._lane.name})
 
@@ -264,12 +270,16 @@ class Session:
     def _started(self, claim: Claim) -> None:
         self._ledger.note(Start(claim.job_id, claim.attempt), self._held.entry_of(claim.job_id))
 
-    def _ended(self, claim: Claim, end: End, slot: str, keeps: bool) -> None:
+    def _ended(self, batch: Batch, ends: Sequence[End], slot: str, keeps: bool) -> None:
+        claim = batch[0]
+        if claim.batch:
+            self._batch_sizes.setdefault(claim.type, Sizes()).count(len(batch))
         if claim.lease is None or not claim.gpus:
-            self._write_down(end)
+            for end in ends:
+                self._write_down(end)
             return
         pinned = claim.type in self._slots.pinned
-        self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, end, keeps, pinned))
+        self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, tuple(ends), keeps, pinned))
 
     def _unloaded(self, mark: str) -> None:
         assert self._preloader is not None, "only slots of a pool with a model ask for it"
@@ -308,6 +318,8 @@ class Session:
             log.warning("left a claimed job behind", extra={"job_id": claim.job_id})
 
     def _denied(self, answers: Sequence[NotClaimed]) -> None:
+        if any(answer.put_back for answer in answers):
+            self._publisher.nudge(self._lane.name)
         if any(answer.reason == NO_BLANK_SLOT for answer in answers):
             self._slots.make_blank(self._settings.resident_min_s)
         elif any(answer.evicting for answer in answers) and self._keepalive:
@@ -372,6 +384,7 @@ class Session:
             self._trouble(),
             self.blocked,
             self._load_s,
+            tally.to_text(self._batch_sizes),
         )
 
     def _trouble(self) -> str | None:

@@ -11,7 +11,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
 from worker import wire
+from worker.handlers import Batching
 from worker.lifeline import Lifeline
 from worker.post import Model
-from worker.process import NEVER, SlotProcess, loading
+from worker.process import SlotProcess, loading
+from worker.run import Batch, Run
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,9 @@ class SlotEvents:
     """Whom the slots tell. Called from the slots' thread; must not block."""
 
     started: Callable[[Claim], None]
-    #: A job ended in the slot of that mark, whose handler may keep a model in memory. A slot whose job held a lease
-    #: takes no other until `reuse`, `settle_in` or `retire` says what is to become of it.
-    ended: Callable[[Claim, End, str, bool], None]
+    #: Jobs of one call ended in the slot of that mark, whose handler may keep a model in memory. A slot whose jobs held
+    #: a lease takes no other until `reuse`, `settle_in` or `retire` says what is to become of it.
+    ended: Callable[[Batch, Sequence[End], str, bool], None]
     #: A slot that kept a model warm is gone.
     left: Callable[[ResidentSlot, str], None]
     progressed: Callable[[Claim, float, str], None]
@@ -97,6 +99,7 @@ class SlotPool:
         self.memory: dict[str, int] = {}
         #: Types whose models leave for nobody.
         self.pinned: frozenset[str] = frozenset()
+        self.batching = Batching()
         self._thread = threading.Thread(target=self._loop, name="slots", daemon=True)
 
     def start(self) -> None:
@@ -128,15 +131,15 @@ class SlotPool:
             warm = sorted((slot for slot in self._free if slot.resident), key=lambda slot: -slot.idle_since)
             return [slot.resident for slot in warm if slot.resident], len(self._free) - len(warm)
 
-    def dispatch(self, claim: Claim) -> bool:
-        """Give a job to a free slot that may run it; False when there is none (any more)."""
+    def dispatch(self, batch: Batch) -> bool:
+        """Give jobs to a free slot that may run them; False when there is none (any more)."""
         with self._changed:
-            slot = None if self._closing else self._slot_for(claim)
+            slot = None if self._closing else self._slot_for(batch[0])
             if slot is None:
                 return False
             self._free.remove(slot)
-            slot.take(claim)
-        slot.send_job(claim)
+            slot.take(batch)
+        slot.send_jobs(batch)
         return True
 
     def _slot_for(self, claim: Claim) -> SlotProcess | None:
@@ -260,19 +263,23 @@ class SlotPool:
         """Stop this job, gently at first. Its end comes like any other; asking again changes nothing."""
         with self._changed:
             for slot in self._slots:
-                if slot.claim is not None and (slot.claim.job_id, slot.claim.attempt) == (job_id, attempt):
-                    slot.cancel(self._cancel_step_s)
+                if slot.runs(job_id, attempt):
+                    slot.cancel(job_id, self._cancel_step_s)
 
     def answer(self, claim: Claim, question: int, owns: bool) -> None:
         """Tell the slot that runs this job whether the job is still its own."""
         with self._changed:
             for slot in self._slots:
-                if slot.claim is claim:
+                if slot.runs(claim.job_id, claim.attempt):
                     slot.send({"owns": owns, "question": question})
 
     def memory_for(self, type: str) -> int | None:
         """Default need in MB of this job type's handler; None when there is no handler."""
         return self.memory.get(type)
+
+    def size_of(self, type: str) -> int:
+        """Jobs in a full batch of this type; 0 when its handler takes them one by one."""
+        return self.batching.sizes.get(type, 0)
 
     @property
     def quick(self) -> bool:
@@ -363,13 +370,14 @@ class SlotPool:
     def _hear(self, slot: SlotProcess) -> None:
         try:
             self._understand(slot, *wire.receive(slot.pipe))
-        except (EOFError, OSError, ValueError, TypeError, KeyError):
+        except (EOFError, OSError, ValueError, TypeError, LookupError):
             self._selector.unregister(slot.pipe)
             slot.kill()  # a slot that cannot be understood is as good as dead, and its job ends as such
 
     def _understand(self, slot: SlotProcess, head: dict[str, Any], body: str) -> None:
         if "hello" in head:
             self.memory, self.pinned = head["hello"], frozenset(head["pinned"])
+            self.batching = Batching.declared(head["batches"])
             self._seat(slot, head["classes"])
         elif "loaded" in head:
             slot.loading, slot.idle_since = False, time.monotonic()
@@ -379,19 +387,24 @@ class SlotPool:
         elif "load_failed" in head:
             self._events.load_failed(str(head["load_failed"]))
             slot.kill()  # what it has loaded of it must not stay
-        elif "progress" in head and slot.claim is not None:
-            self._events.progressed(slot.claim, *head["progress"])
-        elif "owns" in head and slot.claim is not None:
-            self._events.asked(slot.claim, head["owns"])
-        elif "end" in head and slot.claim is not None and slot.verdict is None:
-            claim, end = slot.claim, slot.end_of(slot.claim, head["end"], body)
-            self._usual_run_s += (end.run_seconds - self._usual_run_s) / 16
-            if claim.gpus:
-                with self._changed:
-                    slot.claim, slot.inspected = None, True
-            else:
-                self._release(slot)
-            self._events.ended(claim, end, slot.mark, bool(head["end"].get("keeps")))
+        elif slot.run is None:
+            return  # late news of a job that was answered for
+        elif "progress" in head:
+            self._events.progressed(slot.run.claims[head["place"]], *head["progress"])
+        elif "owns" in head:
+            self._events.asked(slot.run.claims[head["place"]], head["owns"])
+        elif not slot.run.verdicts:
+            self._end(slot, slot.run, head["ends"] if "ends" in head else [head["end"]], body)
+
+    def _end(self, slot: SlotProcess, run: Run, endings: list[dict[str, Any]], body: str) -> None:
+        ends = run.ends(endings, body)
+        self._usual_run_s += (ends[0].run_seconds - self._usual_run_s) / 16
+        if run.lead.gpus:
+            with self._changed:
+                slot.run, slot.inspected = None, True
+        else:
+            self._release(slot)
+        self._events.ended(run.claims, ends, slot.mark, bool(endings[0].get("keeps")))
 
     def _seat(self, slot: SlotProcess, classes: Collection[str]) -> None:
         """A slot is up: it loads its pool's model, or takes jobs at once."""
@@ -406,7 +419,7 @@ class SlotPool:
 
     def _release(self, slot: SlotProcess) -> None:
         with self._changed:
-            slot.ready, slot.claim, slot.inspected = True, None, False
+            slot.ready, slot.run, slot.inspected = True, None, False
             self._failures, self.trouble = 0, None
             if slot.worn:
                 slot.kill()
@@ -429,6 +442,7 @@ class SlotPool:
                 self._selector.unregister(source)
         os.close(slot.pidfd)
         slot.pipe.close()
+        slot.flags.close()
         if not slot.ready:
             self._failures += 1
             delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
@@ -437,13 +451,13 @@ class SlotPool:
                 self.trouble = f"a slot ended with code {code} before it could take jobs; next try in {delay:g} s"
             log.error("slot does not start", extra={"exit_code": code, "next_try_s": delay})
         with self._changed:
-            claim, slot.claim = slot.claim, None
+            run, slot.run = slot.run, None
             self._slots.remove(slot)
             if slot in self._free:
                 self._free.remove(slot)
             self._changed.notify_all()
-        if claim is not None:
-            self._events.ended(claim, slot.end_of_dead(claim, code), slot.mark, False)
+        if run is not None:
+            self._events.ended(run.claims, run.ends_of_dead(code), slot.mark, False)
         elif slot.resident is not None and not slot.inspected:
             self._events.left(slot.resident, slot.mark)
 
@@ -460,9 +474,11 @@ class SlotPool:
                 slot.look_at_clock(now)
                 if leases_over:
                     slot.lose_lease()
-                if slot.claim is not None and slot.verdict is None and now - slot.since >= RUNNING_AFTER_S:
-                    slot.since = NEVER
-                    self._events.started(slot.claim)
+                run = slot.run
+                if run is not None and not (run.noted or run.verdicts) and now - run.since >= RUNNING_AFTER_S:
+                    run.noted = True
+                    for claim in run.claims:
+                        self._events.started(claim)
 
     def _wake(self) -> None:
         try:

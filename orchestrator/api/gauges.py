@@ -10,8 +10,10 @@ from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
 from orchestrator.placement import GpuView
 from orchestrator.pools import PoolState
-from orchestrator.store import dead_letters, gpus, job_reads, leadership, outbox, pools
+from orchestrator.store import dead_letters, gpus, job_reads, leadership, nodes, outbox, pools
 from orchestrator.store.job_reads import LaneDepth, PoolLiveness
+from orchestrator.tally import Sizes, Tally
+from orchestrator.telemetry import metrics
 from orchestrator.telemetry.metrics import Readings
 
 #: Seconds for which a reading is good enough, however often somebody scrapes.
@@ -27,6 +29,8 @@ class Gauges:
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
         self._named: set[str] = set()
+        #: What workers had told of their batches at the last look.
+        self._batches: dict[str, Tally] = {}
         self._database = Probe(self._read_database, keep_s=KEEP_S)
         self._redis = Probe(self._read_redis, keep_s=KEEP_S)
 
@@ -44,6 +48,7 @@ class Gauges:
         cards = db.read(lambda conn: gpus.list_gpus(conn, settings.gpu_stale_s))
         views = db.read(lambda conn: gpus.views(conn, settings.gpu_stale_s))
         term = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
+        self._count_batches(db.read(nodes.batch_sizes))
         return (
             self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), staffed)
             | {"worker_pool_workers": self._workers(db.read(lambda conn: pools.open_ids(conn, MAX_LANES)), staffed)}
@@ -53,6 +58,14 @@ class Gauges:
             | {"leases_active": {(): db.read(job_reads.active_leases)}, "leader_epoch": {(): term.epoch}}
             | {"dlq_depth": {(): db.read(dead_letters.count)}}
         )
+
+    def _count_batches(self, told: dict[str, Tally]) -> None:
+        """Only what is new: a worker that leaves must not make the sum smaller."""
+        for worker_id, tally in told.items():
+            before = self._batches.get(worker_id, {})
+            for type, sizes in tally.items():
+                metrics.batched(type, sizes.since(before.get(type, Sizes())))
+        self._batches = told
 
     def _lanes(
         self, known: Iterable[str], depths: Iterable[LaneDepth], live: Iterable[PoolLiveness]

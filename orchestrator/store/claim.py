@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, case, func, literal_column, or_, select
 
 from orchestrator import jobs as job_rules
+from orchestrator.batching import Batch, gather
 from orchestrator.jobs import DEFAULT_LANE, Queued, RetryPolicy, Status
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
-from orchestrator.placement import Cluster, GpuView, Placed, Reason, reservation
-from orchestrator.store import audit, gpus, grants, nodes, outbox, ownership, pools, residency, withdraw
+from orchestrator.placement import Reason
+from orchestrator.store import audit, gpus, grants, outbox, ownership, patience, pools, residency, withdraw
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.schema import jobs
 from orchestrator.store.settle import never_started, record
 
-#: Longest pause between two offers of a job that finds no GPU memory.
-MAX_PATIENCE_S = 30.0
-#: First and longest pause of a job that is too large for every GPU there is.
-HOPELESS_S, MAX_HOPELESS_S = 60.0, 3600.0
 #: Why a job whose deadline passed is not claimed.
 EXPIRED = str(job_rules.ErrorKind.DEADLINE)
 #: Seconds until a job whose type this worker does not know is offered again.
 NO_HANDLER_S = 5.0
-#: Seconds until a job is offered again that fits on another node, whose worker may be quicker then.
-ELSEWHERE_S = 0.25
-#: Seconds for which a GPU is kept for a starving job, and until it is offered again.
-RESERVED_S, RESERVED_RETRY_S = 15.0, 1.0
 #: Why a job is not claimed whose lease needs a process of its own, while all free ones keep a model warm.
 NO_BLANK_SLOT = "every free slot keeps another model warm"
+#: Why a job is not claimed that was delivered together with others, of which some took the last slot.
+NO_SLOT = "no slot is free"
 
 
 class Claim(NamedTuple):
@@ -50,6 +44,13 @@ class Claim(NamedTuple):
     max_runtime_sec: float | None
     trace_context: str | None
     lease: Granted | None
+    #: The batch it runs in, by the job that bears the lease of all; empty for a type whose jobs run one by one.
+    batch: str = ""
+
+    @property
+    def shares(self) -> bool:
+        """Whether it runs under another's lease, which ends with that job."""
+        return self.batch not in ("", self.job_id)
 
     @property
     def gpus(self) -> tuple[GpuShare, ...]:
@@ -69,10 +70,18 @@ class NotClaimed:
     exists: bool = True
     #: Idle warm models were asked to make room for it: their worker must hear of that.
     evicting: bool = False
+    #: It waits as before and may be announced at once: there were not enough slots.
+    put_back: bool = False
 
 
 #: A job that was announced and then unpublished may be claimed all the same: it waits, and somebody has time.
 CLAIMABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
+
+_ALONE_AFTER: list[ColumnElement[str]] = [literal_column(f"'{kind}'") for kind in sorted(job_rules.ALONE_AFTER)]
+_ALONE = case(
+    (or_(jobs.c.crashes > literal_column("0"), jobs.c.error_kind.in_(_ALONE_AFTER)), literal_column("1")),
+    else_=literal_column("0"),
+)
 
 # What few jobs use travels as one column: the driver parses every column of every row in Python.
 _OFFERED = Hot(
@@ -91,6 +100,8 @@ _OFFERED = Hot(
                 jobs.c.gpu_count,
                 jobs.c.cpu_fallback,
                 seconds_since(jobs.c.created_at),
+                jobs.c.rank,
+                _ALONE,
             ).label("options"),
         )
         .where(
@@ -119,6 +130,9 @@ class _Offered(NamedTuple):
     gpu_count: int
     cpu_fallback: int
     age_s: float
+    rank: int
+    #: It brought a process down, or was there when one died: it shares a call with nobody.
+    alone: int
 
 
 def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
@@ -137,12 +151,14 @@ def claim_jobs(
     held: Collection[str] = (),
     warm: Sequence[ResidentSlot] = (),
     blank: int | None = None,
+    size_of: Callable[[str], int] = lambda _type: 0,
 ) -> dict[str, Claim | NotClaimed]:
     """Pending → claimed for every offered job that is free, with its GPU lease, in the caller's transaction.
 
     `memory_for(type)` is the handler's default need in MB; None when this worker has no such handler. `held` are
     jobs this worker runs already, `warm` its free slots that keep a model, `blank` how many others are free (None:
-    enough).
+    enough). `size_of(type)` is how many jobs of a type run in one call, under one lease; 0 when its handler takes them
+    one by one.
     """
     job_ids = list(dict.fromkeys(job_ids))  # a job announced again may be delivered twice in one read
     if by.pool_id != DEFAULT_LANE and (closed := pools.closed_to_claims(conn, by.pool_id)):
@@ -155,19 +171,41 @@ def claim_jobs(
         offered |= _offered(conn, [job_id for job_id in others if job_id not in answers])
     for job in offered.values():
         if memory_for(job.type) is None:
-            _defer(conn, job, f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
+            _defer(conn, [job], f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
             answers[job.job_id] = NotClaimed("no_handler")
     free = [_for_pool(job, by) for job in offered.values() if job.job_id not in answers]
-    requests = {job.job_id: request for job in free if (request := _request(by, job, memory_for))}
-    granted: dict[str, Granted | Denied] = dict(_under_warm_models(conn, by, free, requests, warm))
-    granted |= _lease_all(conn, by, [request for key, request in requests.items() if key not in granted], blank)
-    for job in free:
-        lease = granted.get(job.job_id)
-        if isinstance(lease, Denied):
-            _defer(conn, job, lease.reason, _patience(conn, by, job, requests[job.job_id], lease))
-            answers[job.job_id] = NotClaimed(lease.reason, evicting=lease.evicting)
-    _take_ownership(conn, by, [job for job in free if job.job_id not in answers], granted, answers)
+    together = gather(free, size_of, memory_for)
+    # Of jobs that run one by one no more are offered than there are slots; how many batches it takes shows only here.
+    limited = blank is not None and any(batch.name for batch in together)
+    slots = len(warm) + (blank or 0) if limited else len(together)
+    answers |= _put_back(conn, [job for batch in together[slots:] for job in batch.jobs])
+    answers |= _claim_all(conn, by, together[:slots], warm, blank)
     return answers
+
+
+def _claim_all(
+    conn: Connection, by: Claimant, together: Sequence[Batch[_Offered]], warm: Sequence[ResidentSlot], blank: int | None
+) -> dict[str, Claim | NotClaimed]:
+    requests = {batch.bearer.job_id: request for batch in together if (request := _request(by, batch))}
+    granted: dict[str, Granted | Denied] = dict(_under_warm_models(conn, by, together, requests, warm))
+    granted |= _lease_all(conn, by, [request for key, request in requests.items() if key not in granted], blank)
+    answers: dict[str, Claim | NotClaimed] = {}
+    for batch in together:
+        lease = granted.get(batch.bearer.job_id)
+        if isinstance(lease, Denied):
+            request = requests[batch.bearer.job_id]
+            _defer(conn, batch.largest, lease.reason, patience.pause(conn, by, batch.bearer.age_s, request, lease))
+            answers |= {job.job_id: NotClaimed(lease.reason, evicting=lease.evicting) for job in batch.largest}
+            # Smaller ones may find room by themselves.
+            answers |= _put_back(conn, [job for job in batch.jobs if job.job_id not in answers])
+    _take_ownership(conn, by, [batch for batch in together if batch.bearer.job_id not in answers], granted, answers)
+    return answers
+
+
+def _put_back(conn: Connection, waiting: Sequence[_Offered]) -> dict[str, Claim | NotClaimed]:
+    ids = [job.job_id for job in waiting]
+    outbox.unpublish(conn, ids)
+    return dict.fromkeys(ids, NotClaimed(NO_SLOT, put_back=True))
 
 
 def _for_pool(job: _Offered, by: Claimant) -> _Offered:
@@ -206,14 +244,14 @@ def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]
     record(conn, by, [], ends, RetryPolicy(0, 0, 0))
 
 
-def _request(by: Claimant, job: _Offered, memory_for: Callable[[str], int | None]) -> LeaseRequest | None:
-    """The lease that a job needs; None for one that needs no GPU memory."""
-    memory = job.min_memory_mb if job.min_memory_mb is not None else memory_for(job.type)
-    if not memory:
+def _request(by: Claimant, batch: Batch[_Offered]) -> LeaseRequest | None:
+    """The lease that a batch needs, in the name of one of its jobs; None for one that needs no GPU memory."""
+    job = batch.bearer
+    if not batch.memory_mb:
         return None
     return LeaseRequest(
         agent=job.agent,
-        memory_mb=memory,
+        memory_mb=batch.memory_mb,
         ttl_s=by.lease_ttl_s,
         gpu_count=job.gpu_count,
         cpu_fallback=bool(job.cpu_fallback),
@@ -229,15 +267,15 @@ def _request(by: Claimant, job: _Offered, memory_for: Callable[[str], int | None
 def _under_warm_models(
     conn: Connection,
     by: Claimant,
-    offered: Sequence[_Offered],
+    together: Sequence[Batch[_Offered]],
     requests: Mapping[str, LeaseRequest],
     warm: Sequence[ResidentSlot],
 ) -> dict[str, Granted]:
-    """Jobs whose model is in memory already run under its lease, one at a time."""
+    """Jobs whose model is in memory already run under its lease, one batch at a time."""
     reserved = gpus.reservations(conn) if warm else {}
     idle = list(warm)
     taken: dict[str, Granted] = {}
-    for job in offered if idle else ():
+    for job in (batch.bearer for batch in together) if idle else ():
         request = requests.get(job.job_id)
         fitting = [slot for slot in idle if request and _serves(slot, job, request, reserved)]
         slot = next((slot for slot in fitting if residency.occupy(conn, slot, job.job_id, by.worker_id)), None)
@@ -264,7 +302,7 @@ def _lease_all(
     answers += grants.grant_cpu(conn, [one for one in requests[room:] if one.cpu_fallback], by.node_id)
     granted: dict[str, Granted | Denied] = dict.fromkeys(
         (str(request.job_id) for request in requests),
-        Denied(NO_BLANK_SLOT, Reason.NO_MEMORY, ELSEWHERE_S, evicting=True),
+        Denied(NO_BLANK_SLOT, Reason.NO_MEMORY, patience.ELSEWHERE_S, evicting=True),
     )
     asked = [*requests[:room], *[one for one in requests[room:] if one.cpu_fallback]]
     return granted | {str(request.job_id): answer for request, answer in zip(asked, answers, strict=True)}
@@ -273,34 +311,40 @@ def _lease_all(
 def _take_ownership(
     conn: Connection,
     by: Claimant,
-    rows: Sequence[_Offered],
+    together: Sequence[Batch[_Offered]],
     granted: Mapping[str, Granted | Denied],
     answers: dict[str, Claim | NotClaimed],
 ) -> None:
     groups: dict[tuple[bool, str | None], list[_Offered]] = {}
-    for job in rows:
-        lease = granted.get(job.job_id)
-        kind = (True, lease.resident) if isinstance(lease, Granted) else (False, None)
-        groups.setdefault(kind, []).append(job)
-    for (leased, resident), group in groups.items():
-        how: dict[str, Any] = {"lease_token": resident} if resident else {"leased": leased}
+    for batch in together:
+        groups.setdefault(_lease_kind(batch, granted.get(batch.bearer.job_id)), []).extend(batch.jobs)
+    for (leased, key), group in groups.items():
+        how: dict[str, Any] = {"lease_token": key} if key else {"leased": leased}
         for attempt, ids in by_attempt(group):
             moved = move(conn, job_rules.CLAIM, attempt, ids, worker_id=by.worker_id, owner_pool=by.pool_id, **how)
             assert moved == len(ids), "rows are locked, nobody else can have moved them"
     events = []
-    for row in rows:
-        lease = granted.get(row.job_id)
-        own = lease if isinstance(lease, Granted) else None
-        claimed = _claim_of(row, row.attempt + 1, own)
-        answers[row.job_id] = claimed
-        events.append(job_event(job_rules.CLAIM, claimed.job_id, claimed.attempt, by, _lease_details(own)))
+    for batch in together:
+        answer = granted.get(batch.bearer.job_id)
+        lease = answer if isinstance(answer, Granted) else None
+        details = _details(batch, lease)
+        for row in batch.jobs:
+            claimed = answers[row.job_id] = _claim_of(row, lease, batch.name)
+            events.append(job_event(job_rules.CLAIM, claimed.job_id, claimed.attempt, by, details))
     audit.record(conn, events)
 
 
-def _claim_of(row: _Offered, attempt: int, lease: Granted | None) -> Claim:
+def _lease_kind(batch: Batch[_Offered], lease: Granted | Denied | None) -> tuple[bool, str | None]:
+    """Whether its jobs have a lease, and its key where that is not the job's own."""
+    if not isinstance(lease, Granted):
+        return False, None
+    return True, lease.key if lease.resident or len(batch.jobs) > 1 else None
+
+
+def _claim_of(row: _Offered, lease: Granted | None, batch: str) -> Claim:
     return Claim(
         row.job_id,
-        attempt,
+        row.attempt + 1,
         row.type,
         row.payload,
         row.agent,
@@ -308,77 +352,19 @@ def _claim_of(row: _Offered, attempt: int, lease: Granted | None) -> Claim:
         row.max_runtime_sec,
         row.trace_context,
         lease,
+        batch,
     )
 
 
-def _lease_details(lease: Granted | None) -> dict[str, Any] | None:
-    if lease is None:
-        return None
-    return {
-        "mode": lease.mode,
-        "memory_mb": lease.request.memory_mb,
-        "gpus": [gpu.gpu_uuid for gpu in lease.gpus],
-    }
+def _details(batch: Batch[_Offered], lease: Granted | None) -> dict[str, Any] | None:
+    details: dict[str, Any] = {"batch": batch.name, "batch_size": len(batch.jobs)} if batch.name else {}
+    if lease is not None:
+        uuids = [gpu.gpu_uuid for gpu in lease.gpus]
+        details |= {"mode": lease.mode, "memory_mb": lease.request.memory_mb, "gpus": uuids}
+    return details or None
 
 
-def _patience(conn: Connection, by: Claimant, job: _Offered, request: LeaseRequest, denied: Denied) -> float:
-    """Seconds until a denied job is offered again: the longer it has waited, the more.
-
-    Otherwise a crowd of jobs that do not fit would keep all others from being offered at all. One that no GPU of
-    the cluster could take waits longest; a larger GPU may join one day.
-    """
-    if denied.evicting:
-        pause = denied.retry_after_s
-    elif request.memory_mb > gpus.largest_usable_mb(conn):
-        pause = min(max(HOPELESS_S, job.age_s), MAX_HOPELESS_S)
-    elif _fits_elsewhere(conn, by, request):
-        pause = ELSEWHERE_S
-    elif job.age_s >= by.terms.starvation_s and _reserved(conn, by, request):
-        pause = RESERVED_RETRY_S
-    else:
-        pause = min(max(denied.retry_after_s, job.age_s / 10), MAX_PATIENCE_S)
-    return pause * random.uniform(0.8, 1.2)
-
-
-def _fits_elsewhere(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
-    """Whether another node that serves this lane has room: a worker there should get the job soon, not later."""
-    ask = replace(request, node_id=None).ask()
-    choice = grants.snapshot(conn, by.terms).place(ask, by.terms.policy, by.terms.recent.mix())
-    return isinstance(choice, Placed) and nodes.serves(conn, choice.gpus[0].node_id, by.pool_id)
-
-
-def _reserved(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:
-    """Keep GPUs for a job that has starved; they take nothing else until it got its room.
-
-    They are of one node. Whichever worker is offered the job, it goes on keeping them, while they could still hold it
-    and somebody there would run it; otherwise it keeps some of its own node instead.
-    """
-    ask = request.ask()
-    before = {uuid for uuid, key in gpus.reservations(conn).items() if key == ask.key}
-    if before:
-        kept = reservation(_for_reservation(conn, by, None, before), ask._replace(node_id=None))
-        if kept and nodes.serves(conn, kept[0].node_id, by.pool_id):
-            return gpus.reserve(conn, [view.gpu_uuid for view in kept], ask.key, RESERVED_S)
-        gpus.unreserve(conn, before, ask.key)
-    chosen = reservation(_for_reservation(conn, by, by.node_id), ask) or ()
-    return bool(chosen) and gpus.reserve(conn, [view.gpu_uuid for view in chosen], ask.key, RESERVED_S)
-
-
-def _for_reservation(
-    conn: Connection, by: Claimant, node_id: str | None, uuids: Collection[str] | None = None
-) -> Cluster:
-    """The GPUs, or these of them, as reservations must see them."""
-    views = [view for view in gpus.views(conn, by.terms.stale_s, node_id) if uuids is None or view.gpu_uuid in uuids]
-    pinned = {node: residency.pinned_mb(conn, node) for node in {view.node_id for view in views}}
-    return Cluster(_unmovable(view, pinned[view.node_id]) for view in views)
-
-
-def _unmovable(view: GpuView, pinned: Mapping[str, int]) -> GpuView:
-    """What pinned models lease does not go away, like what foreign processes hold."""
-    held = pinned.get(view.gpu_uuid, 0)
-    return view._replace(leased_mb=max(view.leased_mb - held, 0), foreign_mb=view.foreign_mb + held)
-
-
-def _defer(conn: Connection, row: _Offered, reason: str, delay_s: float) -> None:
+def _defer(conn: Connection, rows: Sequence[_Offered], reason: str, delay_s: float) -> None:
     """Pending → pending, later: nobody's fault, no attempt charged; the reason is shown as `wait_reason`."""
-    move(conn, job_rules.DEFER, row.attempt, [row.job_id], wait_reason=reason[:255], delay_s=delay_s)
+    for attempt, ids in by_attempt(rows):
+        move(conn, job_rules.DEFER, attempt, ids, wait_reason=reason[:255], delay_s=delay_s)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Row, Table, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
+from orchestrator import tally
 from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
@@ -89,6 +90,8 @@ class Beat:
     blocked: bool = False
     #: Seconds that its model took to load, on average.
     load_seconds: float | None = None
+    #: How large its batches were, as text; None for a worker that has run none.
+    batch_sizes: str | None = None
 
 
 def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
@@ -110,6 +113,7 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
             trouble=beat.trouble and beat.trouble[:255],
             blocked=beat.blocked,
             load_seconds=beat.load_seconds,
+            **({"batch_sizes": beat.batch_sizes} if beat.batch_sizes else {}),
         )
     )
     if alive.rowcount != 1:
@@ -226,12 +230,25 @@ def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
 
 
 def _listed(row: Row[Any]) -> dict[str, Any]:
-    return row._asdict() | {
+    worker = row._asdict()
+    sizes = tally.from_text(worker.pop("batch_sizes"))
+    return worker | {
         "types": json.loads(row.types),
         "node_id": None if row.node_id == NO_NODE else row.node_id,
-        "load": round(row.busy / row.slots, 3),
+        "load": round(row.busy / row.slots, 3) if row.slots else 0.0,
         "heartbeat_age_seconds": max(round(float(row.heartbeat_age_seconds), 3), 0.0),
+        "batches": {type: of_type.summary() for type, of_type in sizes.items()},
     }
+
+
+def batch_sizes(conn: Connection) -> dict[str, tally.Tally]:
+    """What workers told of their batches, by worker, those that left within the last hour included."""
+    rows = conn.execute(
+        select(workers.c.worker_id, workers.c.batch_sizes).where(
+            workers.c.batch_sizes.is_not(None), workers.c.last_heartbeat > utc_shift(-3600.0)
+        )
+    )
+    return {row.worker_id: tally.from_text(row.batch_sizes) for row in rows}
 
 
 def serves(conn: Connection, node_id: str, pool_id: str) -> bool:

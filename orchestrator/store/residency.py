@@ -70,10 +70,10 @@ def occupy(conn: Connection, slot: ResidentSlot, job_id: str, worker_id: str) ->
     return taken.rowcount == 1
 
 
-def vacate(conn: Connection, key: str) -> None:
-    """The job for which a warm model's lease was occupied never started."""
+def vacate(conn: Connection, key: str, job_id: str) -> None:
+    """The job for which a warm model's lease was occupied never started. Who only shared it leaves it as it is."""
     mine = by_key(update(leases)).where(leases.c.token == key, leases.c.state == "active", leases.c.resident)
-    conn.execute(mine.values(job_id=None, idle_since=utc_now()))
+    conn.execute(mine.where(leases.c.job_id == job_id).values(job_id=None, idle_since=utc_now()))
 
 
 def pinned_mb(conn: Connection, node_id: str) -> dict[str, int]:

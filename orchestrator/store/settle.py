@@ -48,6 +48,8 @@ class Left(NamedTuple):
     type: str = ""
     model_id: str | None = None
     pinned: bool = False
+    #: Who never started, if nobody did.
+    job_id: str = ""
 
 
 class End(NamedTuple):
@@ -71,7 +73,7 @@ def never_started(
     job_id: str, attempt: int, reason: str, lease_key: str | None = None, retry_after_s: float | None = None
 ) -> End:
     """Claimed, and handed back before any process heard of it."""
-    left = Left(Remains.UNUSED)
+    left = Left(Remains.UNUSED, job_id=job_id)
     return End(
         job_id,
         attempt,
@@ -159,13 +161,15 @@ def end_leases(conn: Connection, keys: Sequence[tuple[str, Left]]) -> None:
     """
     over = []
     for key, left in keys:
+        if left.remains is Remains.SHARED:
+            continue
         if left.remains is Remains.PROCESSES:
             leases.let_go(conn, [key], "spent", slot=left.slot)
         elif left.remains is Remains.MODEL:
             model = residency.Model(left.key, left.slot, left.type, left.model_id, left.pinned)
             residency.keep(conn, key, model)
         elif left.remains is Remains.UNUSED and key.startswith(MODEL_LEASE):
-            residency.vacate(conn, key)
+            residency.vacate(conn, key, left.job_id)
         else:
             over.append(key)
     leases.free(conn, over)
@@ -231,7 +235,9 @@ def _end_otherwise(
     error = (end.error or "")[:MAX_ERROR]
     values: dict[str, Any] = {"last_error": error, "error_kind": end.error_kind, "crashes": crashes}
     if end.outcome is Outcome.HANDED_BACK:
-        arrow, values = job_rules.HAND_BACK, {"wait_reason": error[:255], "delay_s": end.retry_after_s or 0.0}
+        arrow = job_rules.HAND_BACK
+        blamed = {"last_error": error, "error_kind": end.error_kind} if end.error_kind else {}
+        values = blamed | {"wait_reason": error[:255], "delay_s": end.retry_after_s or 0.0}
     elif end.outcome is Outcome.SKIPPED:
         arrow = job_rules.SKIP
     else:

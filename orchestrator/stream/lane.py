@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import redis
 
+from orchestrator.batching import Seats
 from orchestrator.errors import StaleEpoch
 from orchestrator.jobs import DEFAULT_LANE, Ready
 from orchestrator.names import is_name
@@ -22,6 +24,9 @@ T = TypeVar("T")
 
 #: What Redis says about a key that is no stream, and about one whose last id is the last there can be.
 _BEYOND_USE = ("WRONGTYPE", "exhausted the last possible ID")
+
+#: Entries that one read for batches brings at most: they are claimed by one transaction.
+MAX_READ = 1000
 
 #: Name under which the leader holds entries while it decides what becomes of them.
 LEADER = "leader"
@@ -76,11 +81,53 @@ return 1
 """
 
 
+# KEYS: stream. ARGV: group, consumer, free slots, then for each batching type: its name, how many jobs make a full
+# batch, how many more the batch begun by earlier reads can take. Delivers entries from the first on, while they can
+# run now: beside others of their type, or in a free slot. The first that cannot, and all behind it, stay for whoever
+# is free: reading them to see what they are would take them from others.
+_READ_FITTING = """
+local after
+local groups = redis.pcall('XINFO', 'GROUPS', KEYS[1])
+for _, group in ipairs(groups) do
+  local about = {}
+  for i = 1, #group, 2 do about[group[i]] = group[i + 1] end
+  if about['name'] == ARGV[1] then after = about['last-delivered-id'] end
+end
+if not after then return redis.error_reply('NOGROUP of this name') end
+local slots, size, places, most = tonumber(ARGV[3]), {}, {}, tonumber(ARGV[3])
+for i = 4, #ARGV, 3 do
+  size[ARGV[i]], places[ARGV[i]] = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
+  most = most + places[ARGV[i]] + slots * size[ARGV[i]]
+end
+local fitting, blocked = 0, 0
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', math.max(1, math.min(most, MOST)))) do
+  local kind = ''
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == 'type' then kind = entry[2][i + 1] end
+  end
+  if (places[kind] or 0) > 0 then
+    places[kind] = places[kind] - 1
+  elseif slots > 0 then
+    slots = slots - 1
+    if size[kind] then places[kind] = size[kind] - 1 end
+  else
+    blocked = 1
+    break
+  end
+  fitting = fitting + 1
+end
+if fitting == 0 then return {blocked, {}} end
+return {blocked, redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', fitting, 'STREAMS', KEYS[1], '>')}
+""".replace("MOST", str(MAX_READ))
+
+
 class Entry(NamedTuple):
     """One delivery. `job_id` is None when the entry names no job: nothing of ours writes such entries."""
 
     entry_id: str
     job_id: str | None
+    #: What it says the job's type is; the row decides.
+    type: str = ""
 
 
 @dataclass(frozen=True)
@@ -249,6 +296,7 @@ class LaneReader:
         # After a broken connection an answer may have been lost on the way: its entries are ours, and pending.
         self._look_back = True
         self._grouped = False
+        self._fitting = client.register_script(_READ_FITTING)
 
     def look_back(self) -> None:
         """The next read begins with what was delivered to this consumer and not acknowledged."""
@@ -256,15 +304,30 @@ class LaneReader:
 
     def read(self, count: int, block_ms: int) -> list[Entry]:
         """Up to `count` entries; waits at most `block_ms` for the first. Entries may come twice after a fault."""
+        with self._looking_back_after_errors():
+            return self._read(lambda: self._xreadgroup(">", count, block_ms))
+
+    def read_fitting(self, seats: Seats) -> list[Entry]:
+        """As many entries as can run now, without waiting; the first that cannot stays, and all behind it."""
+        with self._looking_back_after_errors():
+            return self._read(lambda: self._read_fitting(seats))
+
+    def wait_for_more(self, block_ms: int) -> None:
+        """Return when an entry is added, or after `block_ms`. Nobody gets it by that: it may not be one that fits."""
+        with self._looking_back_after_errors():
+            self._client.xread({self._lane.key: "$"}, count=1, block=max(block_ms, 1))
+
+    @contextmanager
+    def _looking_back_after_errors(self) -> Iterator[None]:
         try:
             with named_errors(self._settings, self._client):
-                return self._read(count, block_ms)
+                yield
         except Exception:
             self._look_back = True
             self._grouped = False
             raise
 
-    def _read(self, count: int, block_ms: int) -> list[Entry]:
+    def _read(self, read: Callable[[], list[Entry]]) -> list[Entry]:
         if not self._grouped:
             self._lane.ensure_group()
             self._grouped = True
@@ -274,12 +337,20 @@ class LaneReader:
                 self._look_back = False
                 if pending:
                     return pending
-            return self._xreadgroup(">", count, block_ms)
+            return read()
         except redis.ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
             self._lane.ensure_group()  # flushed, deleted or destroyed: start over from what is there
             return []
+
+    def _read_fitting(self, seats: Seats) -> list[Entry]:
+        begun = [field for type, size in seats.sizes.items() for field in (type, size, seats.places.get(type, 0))]
+        arguments = [self._lane.group, self._consumer, seats.slots, *begun]
+        blocked, answer = self._fitting(keys=[self._lane.key], args=arguments)
+        found = [entry for _key, rows in answer for entry in _entries((row[0], _paired(row[1])) for row in rows)]
+        seats.blocked = bool(blocked) or len(found) >= MAX_READ
+        return found
 
     def _xreadgroup(self, start: str, count: int, block_ms: int | None) -> list[Entry]:
         answer: Any = self._client.xreadgroup(
@@ -288,8 +359,17 @@ class LaneReader:
         return [entry for _key, rows in answer for entry in _entries(rows)]
 
 
-def _entries(rows: Sequence[tuple[Any, Any]]) -> list[Entry]:
-    return [Entry(_text(entry_id), _job_id(fields)) for entry_id, fields in rows]
+def _entries(rows: Iterable[tuple[Any, Any]]) -> list[Entry]:
+    return [Entry(_text(entry_id), _job_id(fields), _type(fields)) for entry_id, fields in rows]
+
+
+def _paired(fields: Sequence[bytes] | None) -> dict[bytes, bytes] | None:
+    """A script's answer is not parsed by the client."""
+    return dict(zip(fields[::2], fields[1::2], strict=True)) if fields else None
+
+
+def _type(fields: dict[bytes, bytes] | None) -> str:
+    return (fields or {}).get(b"type", b"").decode(errors="replace")
 
 
 def _job_id(fields: dict[bytes, bytes] | None) -> str | None:

@@ -6,8 +6,9 @@ database when somebody asks, so every instance shows the same values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -19,10 +20,11 @@ from prometheus_client import (
     Info,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from orchestrator import __version__
+from orchestrator.tally import BOUNDS, Sizes
 
 _PREFIX = "gpu_orchestrator"
 
@@ -88,6 +90,40 @@ def recovered(silent_s: float) -> None:
 
 def retried(reason: str, count: int = 1) -> None:
     _retries.labels(reason).inc(count)
+
+
+class _BatchSizes(Collector):
+    """Counted by workers, who serve no metrics: this process adds up what they told since it first heard of them."""
+
+    name = f"{_PREFIX}_batch_size"
+    labels = ("type",)
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, Sizes] = {}
+
+    def add(self, job_type: str, more: Sizes) -> None:
+        known = self._sizes.setdefault(_bounded(job_type), Sizes())
+        known.calls = [calls + new for calls, new in zip(known.calls, more.calls, strict=True)]
+        known.jobs += more.jobs
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self.name, "Jobs that shared one call of their handler.", labels=self.labels)
+        for job_type, sizes in sorted(self._sizes.items()):
+            family.add_metric([job_type], _cumulated(sizes.calls), sizes.jobs)
+        yield family
+
+
+def _cumulated(calls: Sequence[int]) -> list[tuple[str, float]]:
+    bounds = [*(f"{bound:.1f}" for bound in BOUNDS), "+Inf"]
+    return list(zip(bounds, accumulate([*calls, 0]), strict=True))
+
+
+_batch_sizes = _BatchSizes()
+REGISTRY.register(_batch_sizes)
+
+
+def batched(job_type: str, sizes: Sizes) -> None:
+    _batch_sizes.add(job_type, sizes)
 
 
 def _bounded(job_type: str) -> str:
@@ -163,6 +199,7 @@ __all__ = [
     "CONTENT_TYPE",
     "REGISTRY",
     "Readings",
+    "batched",
     "duty",
     "duty_failed",
     "exposition",

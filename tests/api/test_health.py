@@ -9,13 +9,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import select
 
+from orchestrator import tally
 from orchestrator.api import gauges, probes
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import RedisUnavailable
 from orchestrator.gpu import Health
 from orchestrator.store import schema
+from orchestrator.tally import Sizes
+from orchestrator.telemetry import metrics
 from tests.api.conftest import Running
-from tests.factories import gpu, hire
+from tests.factories import Hand, gpu, hire
 from tests.servers import MariaDB, Redis
 from tests.waiting import wait_until
 
@@ -204,6 +207,30 @@ def test_paths_and_methods_add_no_series(maria_api: Running) -> None:
         maria_api.get(f"/jobs/none-{i}")
         maria_api.http.request(["PUT", "PATCH", "TRACE", "PROPFIND"][i % 4], f"/jobs/random-{i}")
     assert {line for line in shape() - before if "random" in line or "PROPFIND" in line or "none-" in line} == set()
+
+
+def test_sizes_of_batches_add_up_also_when_their_worker_leaves(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(hand: Hand, *sizes: int) -> None:
+        counted = Sizes()
+        for size in sizes:
+            counted.count(size)
+        hand.beat(batch_sizes=tally.to_text({f"embed-{hand.worker_id}": counted, "embed": counted}))
+
+    def shown() -> dict[str, str]:
+        text = api.get("/metrics").text
+        return dict(re.findall(r'gpu_orchestrator_batch_size_(\w+){(?:le="8.0",)?type="embed"} (\S+)', text))
+
+    monkeypatch.setattr(metrics._batch_sizes, "_sizes", {})
+    monkeypatch.setattr(gauges, "KEEP_S", 0.0)
+    monkeypatch.setattr(api.backend, "gauges", gauges.Gauges(api.orchestrator))
+    first, second = hire(api.db), hire(api.db)
+    told(first, 1, 8)
+    assert shown() == {"bucket": "2.0", "count": "2.0", "sum": "9.0"}
+    told(first, 1, 8, 9)
+    told(second, 32)
+    assert shown() == {"bucket": "2.0", "count": "4.0", "sum": "50.0"}
+    first.go_silent(7200.0)
+    assert shown() == {"bucket": "2.0", "count": "4.0", "sum": "50.0"}
 
 
 def test_scrapes_within_a_second_share_one_reading(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
-python -m tests.bench [--jobs 10000] [--leases 4096] [--rounds 3] [--slots 16] [--only jobs|leases|pools] [--json]
+python -m tests.bench [--jobs 10000] [--leases 4096] [--rounds 3] [--slots 16] [--only jobs|leases|batching|pools]
+                      [--json]
 """
 
 import argparse
@@ -20,6 +21,8 @@ from tests.servers import MariaDB, Redis
 
 #: Lease grants to a transaction.
 BATCHES = {64: "batches of 64", 1: "one by one"}
+#: What a call of the handlers costs, however many jobs it is for.
+COSTS = {"free": "free calls", "2ms": "2 ms a call"}
 
 
 def main() -> None:
@@ -54,6 +57,21 @@ def _round(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures:
             ours.close()
 
 
+def _batching(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    """The same jobs on the same slots, one to a call and many to a call."""
+    for cost, label in COSTS.items():
+        for way in ("plain", "batched"):
+            redis.flush()
+            with tempfile.TemporaryDirectory() as folder:
+                url = mariadb.create_database("bench_batching")
+                ours = Ours(url, redis.url, Path(folder), options.slots, "tests.bench.batch_handlers")
+                ours.submit(options.jobs, type=f"{way}-{cost}")
+                figures[f"{way}: drain, {label}"].append(ours.drain(options.jobs)[0])
+                if mean := ours.mean_batch(f"{way}-{cost}"):
+                    figures[f"mean batch, {label}"].append(mean)
+                ours.close()
+
+
 def _grants(mariadb: MariaDB, _redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
     """As many to a transaction as 64 callers wait for at a time, and one by one."""
     leases = Leases(mariadb.create_database("bench_leases"))
@@ -77,7 +95,7 @@ def _pools(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures
             warmth.close()
 
 
-PARTS = {"leases": _grants, "jobs": _round, "pools": _pools}
+PARTS = {"leases": _grants, "jobs": _round, "batching": _batching, "pools": _pools}
 
 
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -89,6 +107,8 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
             "ours: submit ÷ trial: submit": medians["ours: submit"] / medians["trial: submit"],
             "ours: whole run ÷ raw SQL cycle": whole / medians["raw SQL cycle, batches of 100"],
         }
+    for label in COSTS.values() if options.only in (None, "batching") else ():
+        ratios[f"{label}: batched ÷ plain"] = medians[f"batched: drain, {label}"] / medians[f"plain: drain, {label}"]
     for label in BATCHES.values() if options.only in (None, "leases") else ():
         ratio = medians[f"ours: lease grants, {label}"] / medians[f"raw: lease grants, {label}"]
         ratios[f"lease grants, {label}: ours ÷ raw"] = ratio

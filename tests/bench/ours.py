@@ -9,7 +9,7 @@ from sqlalchemy import text
 from orchestrator.daemon import Orchestrator
 from orchestrator.jobs import NewJob
 from orchestrator.settings import Settings
-from orchestrator.store import schema
+from orchestrator.store import nodes, schema
 from tests.cluster import Cluster
 from tests.waiting import wait_until
 
@@ -17,13 +17,14 @@ BATCH = 500
 
 
 class Ours:
-    def __init__(self, database_url: str, redis_url: str, folder: Path, slots: int) -> None:
+    def __init__(self, database_url: str, redis_url: str, folder: Path, slots: int, handlers: str = "") -> None:
         self.settings = Settings(
             database_url=database_url,
             redis_url=redis_url,
             data_dir=folder,
             gpu_backend="sim:2x24576",
             worker_slots=slots,
+            worker_handlers=(handlers,) if handlers else (),
             log_level="warning",
         )
         self.cluster = Cluster(self.settings, folder)
@@ -62,6 +63,12 @@ class Ours:
         finally:
             worker.stop()
             orchestrator.close()
+
+    def mean_batch(self, type: str) -> float | None:
+        """Jobs to a call, as the worker's heartbeats told."""
+        (worker,) = self.cluster.db.read(nodes.list_workers)
+        mean: float | None = worker["batches"].get(type, {}).get("mean")
+        return mean
 
     def _done(self) -> int:
         # Few looks: the benchmark must not be what it measures.

@@ -67,6 +67,7 @@ ABOVE = {
     **{
         f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
         for pure in (
+            "batching",
             "config",
             "errors",
             "identity",
@@ -76,6 +77,7 @@ ABOVE = {
             "names",
             "ranking",
             "settings",
+            "tally",
         )
     },
 }

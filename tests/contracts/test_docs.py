@@ -64,7 +64,8 @@ def metric_labels() -> dict[str, tuple[str, ...]]:
     wrapped = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
     counted = {f"{metric._name}{ends.get(str(metric._type), '')}": tuple(metric._labelnames) for metric in wrapped}
     gauges = {f"{metrics._PREFIX}_{name}": labels for name, (_, labels) in metrics.CLUSTER.items()}
-    return counted | gauges | {f"{metrics._PREFIX}_build_info": ("version",)}
+    read = {metrics._batch_sizes.name: metrics._batch_sizes.labels}
+    return counted | gauges | read | {f"{metrics._PREFIX}_build_info": ("version",)}
 
 
 def error_codes() -> set[str]:

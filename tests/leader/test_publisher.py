@@ -35,6 +35,14 @@ def test_the_stream_holds_a_window_and_the_database_the_backlog(db, publisher, r
     assert row(db, ids[20]).queued == "ready"
 
 
+def test_the_window_holds_what_full_batches_take(db, publisher, raw):
+    submit(db, 150)
+    publisher.reaches("default", 64)
+    assert publisher.publish("default") == 64
+    publisher.reaches("default", 1000)
+    assert publisher.publish("default") == 0  # lane_window_max is 100, and more than half of that is there
+
+
 @pytest.mark.parametrize(("slots", "window"), [(0, 20), (3, 20), (30, 60), (500, 100)])
 def test_the_window_follows_the_slots_that_are_alive_within_its_bounds(db, publisher, raw, slots, window):
     submit(db, 150)

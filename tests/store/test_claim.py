@@ -10,7 +10,7 @@ from sqlalchemy import update
 
 from orchestrator.errors import LeaseNotFound
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, gpus, leases, nodes, schema, withdraw
+from orchestrator.store import audit, gpus, leases, nodes, patience, schema, withdraw
 from orchestrator.store import claim as claim_module
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.dialect import utc_shift
@@ -218,7 +218,7 @@ def test_a_job_that_fits_on_another_node_is_offered_again_at_once(db):
     (job_id,) = submit(db, min_memory_mb=5000)
     grow_old(db, job_id, seconds=1000.0)
     near.offer(job_id)
-    assert waits_s(db, job_id) <= claim_module.ELSEWHERE_S * 1.2
+    assert waits_s(db, job_id) <= patience.ELSEWHERE_S * 1.2
     assert reserved(db) == {}
 
 
@@ -249,7 +249,7 @@ def test_the_longer_a_job_has_waited_the_longer_it_waits_until_a_limit(db):
         grow_old(db, job_id, seconds=age_s)
         hand.offer(job_id)
         pauses.append(waits_s(db, job_id))
-    assert pauses[0] <= 1.2 and 7 < pauses[1] <= 12 and 20 < pauses[2] <= claim_module.MAX_PATIENCE_S * 1.2
+    assert pauses[0] <= 1.2 and 7 < pauses[1] <= 12 and 20 < pauses[2] <= patience.MAX_PATIENCE_S * 1.2
 
 
 def test_a_job_that_is_too_large_for_every_gpu_waits_longest_and_reserves_nothing(db):
@@ -271,7 +271,7 @@ def test_a_job_that_starves_gets_the_next_room(db):
     answer = hand.offer(big)[big]
     assert isinstance(answer, NotClaimed)
     assert reserved(db) == {"GPU-0": big}
-    assert waits_s(db, big) <= claim_module.RESERVED_RETRY_S * 1.2
+    assert waits_s(db, big) <= patience.RESERVED_RETRY_S * 1.2
     assert "reserved for another request" in hand.offer(small)[small].reason  # though it would fit
     hand.finish(holder)
     again(db, small)
@@ -300,7 +300,7 @@ def test_a_reservation_goes_on_while_its_job_waits_and_ends_when_it_vanishes(db)
     again(db, big)
     hand.offer(big)
     left_s = (rows(db, schema.gpus)[0].reserved_until - now(db)).total_seconds()
-    assert 10 < left_s <= claim_module.RESERVED_S
+    assert 10 < left_s <= patience.RESERVED_S
     db.write(lambda conn: withdraw.cancel(conn, big))
     db.write(lambda conn: conn.execute(update(schema.gpus).values(reserved_until=utc_shift(-0.1))))
     assert isinstance(hand.offer(small)[small], Claim)
@@ -330,7 +330,7 @@ def test_a_job_reserves_on_one_node_only_and_every_worker_keeps_it_so(db):
     assert reserved(db) == {"GPU-0": big}
     (kept,) = [gpu for gpu in rows(db, schema.gpus) if gpu.gpu_uuid == "GPU-0"]
     assert (kept.reserved_until - now(db)).total_seconds() > 10
-    assert waits_s(db, big) <= claim_module.RESERVED_RETRY_S * 1.2
+    assert waits_s(db, big) <= patience.RESERVED_RETRY_S * 1.2
 
 
 @pytest.mark.parametrize("why", ["lost", "quarantined", "stale", "foreign", "nobody serves it"])
@@ -356,7 +356,7 @@ def test_a_reservation_that_became_useless_is_made_elsewhere(db, why):
     again(db, big)
     far.offer(big)
     assert reserved(db)["GPU-1"] == big
-    assert waits_s(db, big) <= claim_module.RESERVED_RETRY_S * 1.2
+    assert waits_s(db, big) <= patience.RESERVED_RETRY_S * 1.2
 
 
 def test_half_a_reservation_is_completed(db):

@@ -10,8 +10,8 @@ from sqlalchemy import event, select, text, update
 from orchestrator.gpu import GpuProcess, Health
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, Remains, ResidentSlot, Terms
 from orchestrator.placement import Policy
-from orchestrator.store import grants, inventory, leases, residency, schema
-from orchestrator.store.claim import RESERVED_S, Claim, NotClaimed
+from orchestrator.store import grants, inventory, leases, patience, residency, schema
+from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.gpus import Gate
 from orchestrator.store.settle import Left, never_started
@@ -308,7 +308,7 @@ def test_a_job_with_a_reservation_elsewhere_is_soon_offered_again(db):
     again(db, here, job)
     assert reserved(db) == {"GPU-0"}
     again(db, there, job)
-    soon = schema.jobs.c.not_before < utc_shift(RESERVED_S / 3)
+    soon = schema.jobs.c.not_before < utc_shift(patience.RESERVED_S / 3)
     assert db.read(lambda conn: conn.execute(select(schema.jobs.c.job_id).where(soon)).scalars().all()) == [job]
     assert reserved(db) == {"GPU-0"}
 

@@ -12,6 +12,7 @@ from orchestrator.gpu import GpuProcess
 from orchestrator.store import gpus, nodes, outbox, schema
 from orchestrator.store.gpus import Gate
 from orchestrator.store.nodes import Worker
+from orchestrator.tally import Sizes, to_text
 from tests.factories import Hand, gpu, hire, now, row, rows, submit
 from tests.waiting import wait_until
 
@@ -40,6 +41,20 @@ def test_a_heartbeat_shows_the_worker_and_its_gpus(db):
     )
     assert shown["fresh"] is True
     assert abs(shown["sampled_at"] - now(db)) < timedelta(seconds=5)
+
+
+def test_a_heartbeat_tells_how_large_batches_were_and_a_later_one_without_news_leaves_it(db):
+    hand = hire(db)
+    assert db.read(nodes.list_workers)[0]["batches"] == {}
+    sizes = Sizes()
+    for size in (32, 32, 8):
+        sizes.count(size)
+    hand.beat(batch_sizes=to_text({"many": sizes}))
+    hand.beat()
+    (worker,) = db.read(nodes.list_workers)
+    assert worker["batches"] == {"many": {"calls": 3, "jobs": 72, "mean": 24.0}}
+    assert "batch_sizes" not in worker
+    assert db.read(nodes.batch_sizes) == {hand.worker_id: {"many": sizes}}
 
 
 def test_a_sample_never_touches_what_is_leased(db):

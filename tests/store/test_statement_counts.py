@@ -191,3 +191,53 @@ def test_claiming_8_jobs_under_warm_models(db):
     assert all(isinstance(answer, Claim) for answer in answers.values())
     # For each, the lease is occupied and the job moved under it; the look and the audit are shared.
     assert len(statements(seen)) <= 4 + 2 * 8, seen.statements
+
+
+# --- batches: as much as one job ---
+
+
+def in_batches(hand, ids, **given):
+    answers = hand.offer(*ids, batch=32, **given)
+    return [answer for answer in answers.values() if isinstance(answer, Claim)]
+
+
+def test_claiming_and_ending_a_batch_of_32(db):
+    hand = hire(db, gpu())
+    ids = submit(db, 32, min_memory_mb=1000)
+    with traffic(db) as claiming:
+        claims = in_batches(hand, ids, blank=1)
+    shared = [Left(Remains.SHARED) if claim.shares else Left() for claim in claims]
+    with traffic(db) as ending:
+        hand.record(ends=[done(claim)._replace(left=left) for claim, left in zip(claims, shared, strict=True)])
+    assert len(claims) == 32 and active_leases(db) == []
+    assert len(statements(claiming)) <= 8, claiming.statements
+    assert len(statements(ending)) <= 7, ending.statements
+    assert (claiming.commits, ending.commits) == (1, 1)
+
+
+def test_a_batch_of_32_without_room_is_put_off_by_one_statement(db):
+    hand = hire(db, gpu(total_mb=10_000))
+    ids = submit(db, 32, min_memory_mb=9500)
+    with traffic(db) as seen:
+        assert in_batches(hand, ids, blank=1) == []
+    assert len([s for s in statements(seen) if s.startswith("UPDATE")]) == 1, seen.statements
+
+
+def test_claiming_a_batch_of_32_under_a_warm_model(db):
+    hand = hire(db, gpu())
+    (claim,) = hand.claim(*submit(db, min_memory_mb=1000))
+    hand.record(ends=[done(claim)._replace(left=Left(Remains.MODEL, "w#1", "model:x", "echo"))])
+    warm = [ResidentSlot("model:x", "echo", None, 1000, claim.lease.gpus)]
+    ids = submit(db, 32, min_memory_mb=1000)
+    with traffic(db) as seen:
+        assert len(in_batches(hand, ids, warm=warm, blank=0)) == 32
+    # The jobs, reservations, the lease, the jobs again, the audit.
+    assert len(statements(seen)) <= 5, seen.statements
+
+
+def test_putting_back_what_finds_no_slot_is_one_statement(db):
+    hand = hire(db)
+    ids = [job_id for n in range(8) for job_id in submit(db, 4, model_id=f"m{n}")]
+    with traffic(db) as seen:
+        assert len(in_batches(hand, ids, blank=1)) == 4
+    assert len(statements(seen)) <= 4, seen.statements

@@ -21,6 +21,7 @@ from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
 from worker import custody
 from worker.custody import Custody, Departure
+from worker.flags import Flags
 from worker.process import SlotProcess
 
 GPU = GpuShare("GPU-0", 0)
@@ -52,7 +53,7 @@ def test_a_bug_of_the_backend_strands_no_job(watch):
     """Unknown is an answer: the end is written, and the slot does not wait for ever."""
     slots, notes = Slots(), list[Any]()
     keeper = Custody(watch, slots, notes.append)  # type: ignore[arg-type]
-    keeper.after(Departure("w#1", "job:1:1", (GPU,), ECHO, End("job-1", 1, Outcome.DONE)))
+    keeper.after(Departure("w#1", "job:1:1", (GPU,), ECHO, (End("job-1", 1, Outcome.DONE),)))
     keeper.close(5.0)
     assert slots.told == ["retire w#1"]
     assert [note.left.remains for note in notes] == [Remains.PROCESSES]
@@ -77,7 +78,7 @@ def test_an_end_that_cannot_be_told_does_not_undo_those_before_it():
 
     seen = SimpleNamespace(holders=lambda uuids: dict.fromkeys(uuids, ()))
     keeper = Custody(seen, slots, note)  # type: ignore[arg-type]
-    gone = [Departure(f"w#{n}", f"job:{n}:1", (GPU,), ECHO, End(f"job-{n}", 1, Outcome.DONE)) for n in (1, 2, 3)]
+    gone = [Departure(f"w#{n}", f"job:{n}:1", (GPU,), ECHO, (End(f"job-{n}", 1, Outcome.DONE),)) for n in (1, 2, 3)]
     assert [type(answer) for answer in keeper._look_after(gone)] == [type(None), Overloaded, type(None)]
     assert slots.told == ["reuse w#1", "reuse w#2", "reuse w#3"]
     keeper.close(1.0)
@@ -98,15 +99,15 @@ def test_a_process_that_we_may_not_kill_is_left_alone(monkeypatch):
 @pytest.fixture
 def slot():
     """Its process is long gone: signals reach nobody."""
-    return SlotProcess(SimpleNamespace(pid=2**22 + 1), None, -1, "w#1", ready=True, resident=MODEL)  # type: ignore[arg-type]
+    return SlotProcess(SimpleNamespace(pid=2**22 + 1), None, -1, Flags(), "w#1", ready=True, resident=MODEL)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lose", [lambda slot: slot.lose_lease(), lambda slot: slot.lose_gpu({"GPU-0"})])
 def test_it_is_not_charged_with_what_happens_to_the_model(slot, lose):
-    slot.take(ECHO)
+    slot.take((ECHO,))
     lose(slot)
     assert slot.dying
-    assert slot.end_of_dead(ECHO, -9).outcome is Outcome.HANDED_BACK
+    assert [end.outcome for end in slot.run.ends_of_dead(-9)] == [Outcome.HANDED_BACK]
 
 
 def test_a_model_alone_ends_too(slot):
@@ -117,9 +118,9 @@ def test_a_model_alone_ends_too(slot):
 def test_a_job_on_a_lost_gpu_fails(slot):
     lease = Granted(LeaseRequest("a", 4000, 60.0), "gpu", "node-1", (GPU,), None)  # type: ignore[arg-type]
     claim = ECHO._replace(lease=lease._replace(resident=MODEL.key))
-    slot.take(claim)
+    slot.take((claim,))
     slot.lose_gpu({"GPU-0"})
-    assert slot.end_of_dead(claim, -9).error_kind is ErrorKind.GPU_LOST
+    assert [end.error_kind for end in slot.run.ends_of_dead(-9)] == [ErrorKind.GPU_LOST]
 
 
 # --- whose process is it? ---

@@ -35,6 +35,7 @@ def ledger(db, hand: Hand, redis_url: str, settings, stuck) -> Iterator[Ledger]:
         hand.by,
         POLICY,
         memory_for=lambda _type: 0,
+        size_of=lambda _type: 0,
         held=set,
         claim_is_near=lambda: False,
         on_settled=lambda _settled: None,

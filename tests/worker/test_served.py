@@ -18,6 +18,7 @@ from orchestrator.store import audit, withdraw
 from tests.waiting import wait_until
 from tests.worker.test_worker import leased, submit
 from worker import Cancelled, Context, Permanent, served, server, serving
+from worker.flags import Flags
 from worker.handlers import Registered, _registry
 from worker.ports import free_port, listens
 from worker.server import (
@@ -572,9 +573,9 @@ class Fragile:
 @pytest.fixture
 def attempt():
     Fragile.log, Fragile.well = [], True
-    slot = Slot(Pipe()[0], {"fragile": Registered("fragile", Fragile, 0)}, 1000)
-    head = {"job": {"job_id": "job-1", "type": "fragile", "attempt": 1, "agent": "tester"}}
-    return lambda body: slot._attempt(head, body)[0]
+    slot = Slot(Pipe()[0], {"fragile": Registered("fragile", Fragile, 0)}, Flags(), 1000)
+    job = {"job_id": "job-1", "type": "fragile", "attempt": 1, "agent": "tester"}
+    return lambda body: slot._run_job(job, body)[0]["end"]
 
 
 def test_a_model_that_broke_while_idle_is_loaded_anew(attempt):
@@ -596,9 +597,9 @@ def test_a_model_that_is_well_after_its_job_failed_is_kept(attempt):
 
 
 def test_a_handler_knows_how_long_a_result_may_be():
-    slot = Slot(Pipe()[0], {"limit": Registered("limit", lambda ctx, _payload: ctx.result_limit, 0)}, 12_345)
-    head = {"job": {"job_id": "job-1", "type": "limit", "attempt": 1, "agent": "tester"}}
-    assert slot._attempt(head, "{}")[1] == "12345"
+    slot = Slot(Pipe()[0], {"limit": Registered("limit", lambda ctx, _payload: ctx.result_limit, 0)}, Flags(), 12_345)
+    job = {"job_id": "job-1", "type": "limit", "attempt": 1, "agent": "tester"}
+    assert slot._run_job(job, "{}")[1] == "12345"
 
 
 # ── whole workers ───────────────────────────────────────────────────────────────────────────────────────────────
