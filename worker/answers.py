@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.errors import InvalidInput
-from orchestrator.jobs import ErrorKind
 from orchestrator.jsontext import canonical_json
 from worker.handlers import Cancelled, Permanent, Retry, Skip
 
@@ -66,7 +65,7 @@ def _failed_together(error: BaseException, size: int) -> dict[str, Any]:
     """Whose fault it was will show when each runs alone; until then it is nobody's, not even if it says Permanent."""
     return {
         "outcome": "handed_back",
-        "error_kind": ErrorKind.BATCH,
+        "error_kind": "batch",
         "error": f"its batch of {size} failed as a whole: {type(error).__name__}: {error}\n{_trace(error)}",
         "retry_after_s": error.after if isinstance(error, Retry) else None,
     }

@@ -1,5 +1,7 @@
 """Batches without a server: who waits for whom, what a slot is told, and what becomes of each job."""
 
+import subprocess
+import sys
 from multiprocessing import Pipe
 from selectors import EVENT_READ
 from types import SimpleNamespace
@@ -240,6 +242,13 @@ def test_a_slot_that_speaks_of_a_job_it_does_not_run_is_not_understood(slot):
     lifeline.close()
     ours.close()
     theirs.close()
+
+
+def test_a_slot_starts_without_what_only_its_supervisor_needs():
+    """Each process would pay for it at every start."""
+    look = "import sys, worker.slot; print(*{'pydantic', 'sqlalchemy', 'redis'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
 
 
 # --- how large they were ---
