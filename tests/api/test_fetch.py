@@ -249,6 +249,21 @@ def test_what_was_claimed_for_somebody_who_went_is_handed_back(maria_api: Runnin
     assert (row(maria_api.db, job_id).status, row(maria_api.db, job_id).attempts) == ("pending", 0)
 
 
+def test_what_was_claimed_too_late_for_an_answer_is_handed_back(
+    maria_db: Any, run_api: Callable[..., Running], monkeypatch: Any
+) -> None:
+    """The database took longer than the request may: the client has its 503 when the claim is committed."""
+    api = run_api(database_url=str(maria_db.settings.database_url), worker_timeout_s=30.0, db_timeout_s=1.0)
+    puppet, job_id = register(api), api.submit()
+    claims, answered = api.orchestrator.remote._claims, threading.Event()
+    flush = claims._flush
+    monkeypatch.setattr(claims, "_flush", lambda items: answered.wait(10) and flush(items))
+    refused(puppet.ask(), 503, "database_unavailable")
+    answered.set()
+    wait_until(lambda: history(api.db, job_id)[-1] == "job.handed_back", what="it is handed back")
+    assert ids(puppet.claim(wait_seconds=10)) == [job_id]
+
+
 def test_a_claim_that_is_wrong_takes_nothing(maria_api: Running) -> None:
     puppet, job_id = register(maria_api), maria_api.submit()
     for wrong in (

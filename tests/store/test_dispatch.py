@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
+from sqlalchemy import event
 
-from orchestrator.errors import WorkerLost, WorkerNotFound
+from orchestrator.errors import WorkerExists, WorkerLost, WorkerNotFound
 from orchestrator.store import dispatch, registry, schema
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.dispatch import Claiming, Fetch
+from orchestrator.store.nodes import NO_NODE, Worker
 from tests.factories import POLICY, gpu, hire, history, is_sqlite, many_jobs, now, row, rows, set_job, status, submit
 from tests.fetchers import claimant, enlist
 from tests.waiting import wait_until
@@ -110,6 +112,25 @@ def test_a_heartbeat_leaves_a_worker_draining_that_somebody_drains(db):
     db.write(lambda conn: registry.heartbeat(conn, remote.worker_id, 1, None, None))
     (worker,) = rows(db, schema.workers)
     assert (worker.status, worker.busy) == ("draining", 1)
+
+
+def test_of_two_that_find_an_id_free_one_gets_it(maria_db):
+    """The second looked before the first wrote: only the key of the table stands between them."""
+    worker = Worker("mine", NO_NODE, "default", "box", 0, 1, ("echo",))
+    overtaken = []
+
+    def overtake(_conn, _cursor, statement, *_rest):
+        if statement.startswith("INSERT INTO workers") and not overtaken:
+            overtaken.append(True)
+            maria_db.write(lambda conn: registry.register(conn, worker))
+
+    event.listen(maria_db.engine, "before_cursor_execute", overtake)
+    try:
+        with pytest.raises(WorkerExists):
+            maria_db.write(lambda conn: registry.register(conn, worker))
+    finally:
+        event.remove(maria_db.engine, "before_cursor_execute", overtake)
+    assert overtaken and len(rows(maria_db, schema.workers)) == 1
 
 
 def test_who_leaves_while_it_claims_keeps_nothing(maria_db):
