@@ -68,12 +68,14 @@ ABOVE = {
         f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
         for pure in (
             "config",
+            "crews",
             "errors",
             "identity",
             "jobs",
             "jsontext",
             "leases",
             "names",
+            "pools",
             "ranking",
             "settings",
         )
