@@ -16,6 +16,7 @@ from orchestrator.cli import gpuorch
 from orchestrator.client import errors as client_errors
 from orchestrator.jobs import Status
 from orchestrator.leader.duties import DUTIES
+from orchestrator.pools import PoolState
 from orchestrator.telemetry import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,9 @@ READ_ONLY = (
     "leader",
     "leases list",
     "migrate --check",
+    "nodes list",
+    "pools list",
+    "pools show",
     "workers list",
 )
 
@@ -144,7 +148,7 @@ def test_every_error_code_is_documented():
     assert error_codes() - rows("docs/errors.md").keys() == set()
 
 
-@pytest.mark.parametrize("name", [*Status, *(duty.name for duty in DUTIES)])
+@pytest.mark.parametrize("name", [*Status, *PoolState, *(duty.name for duty in DUTIES)])
 def test_every_state_and_every_duty_is_described(name):
     assert f"`{name}`" in TEXTS["ARCHITECTURE.md"]
 

@@ -11,6 +11,7 @@ from sqlalchemy import event, insert, text
 from orchestrator.jobs import ErrorKind, Status
 from orchestrator.store import (
     audit,
+    crews,
     dead_letters,
     dispatch,
     gpus,
@@ -185,6 +186,8 @@ HOT = {
     ),
     "lease expiry": (lambda c, _: leases.purge(c, 100), "ix_leases_expiry", 11),
     "worker liveness": (lambda c, _: nodes.declare_lost(c, 60.0, 100), "ix_workers_liveness", 6),
+    "demand of a pool": (lambda c, _: crews._in_demand(c, ["default"]), "ix_jobs_queue", 2),
+    "no demand of a pool": (lambda c, _: crews._in_demand(c, ["idle"]), "ix_jobs_queue", 1),
     "audit of a job": (lambda c, _: audit.of_job(c, "done-000007"), "ix_audit_job", 7),
 }
 
@@ -347,7 +350,16 @@ def test_the_second_page_reads_no_more_than_the_first(crowded):
 
 
 @pytest.mark.parametrize(
-    "name", ["publisher take", "promote_due", "announced", "overdue", "dispatchable, announced", "dispatchable, ready"]
+    "name",
+    [
+        "publisher take",
+        "promote_due",
+        "announced",
+        "overdue",
+        "dispatchable, announced",
+        "dispatchable, ready",
+        "demand of a pool",
+    ],
 )
 def test_the_queue_is_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):
     path = tmp_path / "copy.db"

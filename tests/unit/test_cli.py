@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import click
@@ -637,7 +638,7 @@ def test_ctrl_c_leaves_a_drain_going_and_says_so(server, capsys, monkeypatch):
     def interrupt(_seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pools_command.time, "sleep", interrupt)
+    monkeypatch.setattr(time, "sleep", interrupt)
     server.answers = [(202, {"pool_id": "p", "status": "draining"}), (200, pool("draining", running=1))]
     assert run(["pools", "drain", "p", "--wait", "--url", server.url]) == 130
     assert "p goes on draining; see gpuorch pools show p" in capsys.readouterr().err

@@ -277,7 +277,7 @@ def test_repeated_plans_come_to_rest(found, where, free):
         if not any(decided.changes(view) for view, decided in zip(now, plans, strict=True)):
             return
         now = [applied(view, decided) for view, decided in zip(now, plans, strict=True)]
-    pytest.fail(f"still changing after {MAX_PASSES} passes: {plans}")
+    pytest.fail(f"still changing after {MAX_PASSES} passes: {now}")
 
 
 @a_lot
