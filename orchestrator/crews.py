@@ -12,6 +12,7 @@ changes nothing. Nodes converge to it by themselves, in any order; whatever dies
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,7 +181,9 @@ def _spread(
     while counts.total() > workers:
         counts[_least_useful(pool, counts)] -= 1
     for node_id in [crew.node_id for crew in pool.crews if crew.blocked and crew.revision == pool.revision]:
-        if counts[node_id] and not _ready_at(pool, node_id) and _room_elsewhere(pool, node_id, names, cluster):
+        # One of which a slot is ready stays: the other half might not find room where it goes, and come back.
+        idle = counts[node_id] - math.ceil(_ready_at(pool, node_id) / pool.slots)
+        if idle > 0 and _room_elsewhere(pool, node_id, names, cluster):
             counts[node_id] -= 1  # it waits for memory there, and would not elsewhere
     while counts.total() < workers and names:
         chosen = _place(pool, names, counts, cluster, load)
@@ -216,10 +219,15 @@ def _place(pool: PoolView, names: set[str], counts: Counter[str], cluster: Clust
 
 
 def _outgoing(pool: PoolView, workers: int, names: set[str]) -> Assignments:
-    """What stays of older revisions: as much as the new one lacks. They leave node by node, the emptiest first."""
+    """What stays of older revisions: as much as the new one lacks. They leave node by node, the emptiest first.
+
+    While the new one waits for memory, one more leaves each time that none is on its way out: one need not be enough.
+    """
     old = {place: count for place, count in pool.assigned.items() if place[1] != pool.revision and place[0] in names}
     blocked = any(crew.blocked for crew in pool.crews if crew.revision == pool.revision)
-    allowed = max(workers - pool.ready_of(pool.revision) - blocked, 0)
+    parting = any((crew.node_id, crew.revision) not in pool.assigned for crew in pool.crews)
+    lacking = max(workers - pool.ready_of(pool.revision), 0)
+    allowed = max(min(sum(old.values()), lacking) - (blocked and not parting), 0)
     for place in sorted(old, key=lambda place: (place[1], old[place], place[0])):
         surplus = max(sum(old.values()) - allowed, 0)
         old[place] -= min(old[place], surplus)
