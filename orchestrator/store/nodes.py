@@ -17,6 +17,9 @@ from orchestrator.store import audit
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, nodes, workers
 
+#: Seconds for which a node counts as just seen.
+SEEN_S = 0.5
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -124,7 +127,18 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
             .where(jobs.c.job_id == job_id, jobs.c.attempt == attempt, jobs.c.worker_id == worker.worker_id)
             .values(progress=fraction, progress_note=note[:255])
         )
-    conn.execute(update(nodes).where(nodes.c.node_id == worker.node_id).values(last_heartbeat=utc_now()))
+    _see(conn, worker.node_id)
+
+
+def _see(conn: Connection, node_id: str) -> None:
+    """Say that a node lives, unless a neighbour just did: its row is one for all of its workers, who would queue there.
+
+    Held until the end of a heartbeat, it would let only one of them write its sample at a time.
+    """
+    mine = nodes.c.node_id == node_id
+    age_s = conn.execute(select(seconds_since(nodes.c.last_heartbeat)).where(mine)).scalar()
+    if age_s is None or age_s > SEEN_S:
+        conn.execute(update(nodes).where(mine).values(last_heartbeat=utc_now()))
 
 
 def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
