@@ -123,6 +123,8 @@ class Run:
             "storm_s": round(stormed - began, 1),
             "end_s": round(time.monotonic() - stormed, 1),
         }
+        happened = [f"{item.mono - self._recorder.began:8.2f} {item.text}\n" for item in self._recorder.happened]
+        (self._stage.folder / "actions.log").write_text("".join(happened))
         hurt = checker.Hurt(self._stage.hurt_supervisors, self._stage.hurt_workers)
         violations = checker.check(found, hurt)
         return Report(self._plan, found, violations, figures, self._calms, traces(self._stage.sites))
@@ -157,6 +159,7 @@ class Run:
             self._most_slots = max(self._most_slots, len(moment.slots))
             effect = max(effect, moment.last_effect)
             lacking = lacks(moment)
+            self._note(lacking)
             calm = Calm(moment.mono - stage.changed_at, max(moment.mono - effect, 0.0), lacking)
             if not lacking and self._stays(moment):
                 break
@@ -166,6 +169,11 @@ class Run:
             time.sleep(0.2)
         self._calms.append(calm)
         self._tell(self._progress(name, calm))
+
+    def _note(self, lacking: list[str]) -> None:
+        """For whoever wants to know what took so long."""
+        with (self._stage.folder / "lacking.log").open("a") as file:
+            file.write(f"{time.monotonic() - self._recorder.began:8.2f} {len(lacking)} {'; '.join(lacking[:SHOWN])}\n")
 
     def _stays(self, before: Look) -> bool:
         """Whether nothing changes any more. What changes without a cause is an incident; jobs that end are a cause."""
