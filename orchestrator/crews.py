@@ -12,6 +12,7 @@ changes nothing. Nodes converge to it by themselves, in any order; whatever dies
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,7 +180,9 @@ def _spread(
     while counts.total() > workers:
         counts[_least_useful(pool, counts)] -= 1
     for node_id in [crew.node_id for crew in pool.crews if crew.blocked and crew.revision == pool.revision]:
-        if counts[node_id] and not _ready_at(pool, node_id) and _room_elsewhere(pool, node_id, names, cluster):
+        # One of which a slot is ready stays: the other half might not find room where it goes, and come back.
+        idle = counts[node_id] - math.ceil(_ready_at(pool, node_id) / pool.slots)
+        if idle > 0 and _room_elsewhere(pool, node_id, names, cluster):
             counts[node_id] -= 1  # it waits for memory there, and would not elsewhere
     while counts.total() < workers and names:
         chosen = _place(pool, names, counts, cluster, load)
@@ -217,7 +220,10 @@ def _place(pool: PoolView, names: set[str], counts: Counter[str], cluster: Clust
 
 
 def _outgoing(pool: PoolView, workers: int, current: Assignments, names: set[str]) -> Assignments:
-    """What stays of older revisions: as much as the new one lacks. Those that are ready stay longest, node by node."""
+    """What stays of older revisions: as much as the new one lacks. Those that are ready stay longest, node by node.
+
+    While the new one waits for memory, one more leaves each time that none is on its way out: one need not be enough.
+    """
     old = {place: count for place, count in pool.assigned.items() if place[1] != pool.revision and place[0] in names}
     ready = Counter({(crew.node_id, crew.revision): crew.ready for crew in pool.crews})
     blocked = any(crew.blocked for crew in pool.crews if crew.revision == pool.revision)
@@ -228,7 +234,9 @@ def _outgoing(pool: PoolView, workers: int, current: Assignments, names: set[str
         for place, count in old.items()
         for nth in range(count)
     ]
-    staying = sorted(each, reverse=True)[: max(workers - taken_over - blocked, 0)]
+    parting = any((crew.node_id, crew.revision) not in pool.assigned for crew in pool.crews)
+    lacking = max(workers - taken_over, 0)
+    staying = sorted(each, reverse=True)[: max(min(len(each), lacking) - (blocked and not parting), 0)]
     return dict(Counter((node_id, revision) for _, revision, _, node_id in staying))
 
 

@@ -86,6 +86,8 @@ class Keepalive:
             )
 
         cancelled, findings = self._db.write(work)
+        if self._stop.is_set():
+            return  # its session did not wait any longer for this: there is nobody left to tell
         beat_s = self._settings.worker_heartbeat_s
         self._lifeline.extend(started + self._settings.job_lease_ttl_s - beat_s, grace_s=beat_s / 4)
         if cancelled:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from orchestrator.errors import Unavailable
+from orchestrator.errors import OrchestratorError
 from worker.post import Post
 from worker.session import Session
 
@@ -28,6 +28,8 @@ class Service:
         self._new_session = new_session
         self._leaving = threading.Event()
         self._grace_s = 0.0
+        #: Held while the session changes, so that what is said meanwhile reaches the old one or the new one.
+        self._lock = threading.Lock()
         self._session: Session | None = None
         self.over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"post-{post.pool_id}", daemon=True)
@@ -50,16 +52,18 @@ class Service:
         return self._session is not None and (self._session.usable or self._session.blocked)
 
     def resize(self, slots: int) -> None:
-        self.post = self.post._replace(slots=slots)
-        if self._session is not None:
-            self._session.resize(slots)
+        with self._lock:
+            self.post = self.post._replace(slots=slots)
+            if self._session is not None:
+                self._session.resize(slots)
 
     def leave(self, grace_s: float) -> None:
         """Take no more jobs; those that run may end within `grace_s`. Said again, that time counts from now."""
-        self._grace_s = grace_s
-        self._leaving.set()
-        if self._session is not None:
-            self._session.leave(grace_s)
+        with self._lock:
+            self._grace_s = grace_s
+            self._leaving.set()
+            if self._session is not None:
+                self._session.leave(grace_s)
 
     def join(self, timeout_s: float) -> bool:
         return self.over.wait(timeout_s)
@@ -72,7 +76,7 @@ class Service:
             self.over.set()  # whoever started it may start another
 
     def _one_session(self) -> None:
-        session = self._session = self._new_session(self.post)
+        session = self._next_session()
         try:
             session.begin()
             while not (session.over.wait(1.0) or self._leaving.is_set()):
@@ -81,10 +85,21 @@ class Service:
                 session.leave(self._grace_s)
                 session.end()
                 return
-        except Unavailable as away:
+        except OrchestratorError as away:  # its servers are away, or it was declared dead before its first heartbeat
             log.warning("worker waits for its servers", extra={"error": str(away), "pool_id": self.post.pool_id})
         except Exception:
             log.exception("session broke", extra={"pool_id": self.post.pool_id})
         session.abandon()
         if not session.lost:
             self._leaving.wait(RETRY_EVERY_S)
+
+    def _next_session(self) -> Session:
+        post = self.post
+        session = self._new_session(post)
+        with self._lock:
+            self._session = session
+            if self.post.slots != post.slots:
+                session.resize(self.post.slots)
+            if self._leaving.is_set():
+                session.leave(self._grace_s)
+        return session

@@ -75,6 +75,7 @@ class Session:
         self._counts = {"done": 0, "failed": 0}
         self._batch_sizes: Tally = {}
         self._draining = False
+        self._closed = False
         self._leave_by = math.inf
         self._load_s: float | None = None
         self._lifeline = Lifeline()
@@ -156,9 +157,10 @@ class Session:
     def begin(self) -> None:
         """Start the slots, register once their handlers are known, then load the pool's model and take jobs."""
         self._slots.start()
-        while not self._slots.wait_known(1.0):
-            if self.over.is_set():
-                return
+        while not self._slots.wait_known(1.0) and not self.over.is_set():
+            pass
+        if self.over.is_set():
+            return  # told to leave before anybody knew of it
         worker = self._describe()
         self._db.write(lambda conn: nodes.register(conn, worker, host.describe(self._backend.name)))
         self._keepalive = Keepalive(
@@ -214,10 +216,14 @@ class Session:
             self._keepalive.poke()
 
     def leave(self, grace_s: float) -> None:
-        """Take no more jobs, from now on; `end` waits until then for those that run. Said again, it counts anew."""
+        """Take no more jobs, from now on; `end` waits until then for those that run. Said again, it counts anew.
+
+        Slots that run nothing go at once: their memory need not wait for the longest job.
+        """
         self._leave_by = time.monotonic() + grace_s
         self._draining = True
         self._intake.stop()
+        self._slots.resize(0)
         self.over.set()
 
     def end(self) -> None:
@@ -229,6 +235,8 @@ class Session:
         self._intake.join()
         self._finish_or_hand_back()  # a claim that was being committed comes after the rest
         self._close()
+        if self._keepalive is None:
+            return  # it never registered
         try:
             worker = self._describe()
             self._db.write(lambda conn: nodes.deregister(conn, worker))
@@ -251,6 +259,10 @@ class Session:
         self._close()
 
     def _close(self) -> None:
+        """Once: what is closed here, others may have opened since under the same number."""
+        if self._closed:
+            return
+        self._closed = True
         if self._doorbell is not None:
             self._doorbell.close()
         if self._preloader is not None:

@@ -220,11 +220,13 @@ class SlotPool:
     def resize(self, count: int) -> None:
         """Have so many slots. Those that are too many go when they are free, the least useful first."""
         with self._changed:
+            if self._closing:
+                return  # its pipe may be another's by now
             self._count = count
             staying = [slot for slot in self._slots if not (slot.leaving or slot.dying)]
             for slot in sorted(staying, key=_usefulness)[: max(len(staying) - count, 0)]:
                 self._dismiss(slot)
-        self._wake()
+            self._wake()
 
     def _dismiss(self, slot: SlotProcess) -> None:
         slot.leaving = True
@@ -443,12 +445,11 @@ class SlotPool:
         os.close(slot.pidfd)
         slot.pipe.close()
         slot.flags.close()
-        if not slot.ready:
+        if not (slot.ready or slot.leaving or self._closing):  # nobody wanted it to end
             self._failures += 1
             delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
             self._respawn_at = time.monotonic() + delay
-            if not slot.leaving:
-                self.trouble = f"a slot ended with code {code} before it could take jobs; next try in {delay:g} s"
+            self.trouble = f"a slot ended with code {code} before it could take jobs; next try in {delay:g} s"
             log.error("slot does not start", extra={"exit_code": code, "next_try_s": delay})
         with self._changed:
             run, slot.run = slot.run, None

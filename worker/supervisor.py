@@ -57,6 +57,8 @@ class Supervisor:
         self._publisher = Publisher(self._db, self._hub, settings)
         self._bell = Listener(self._hub.doorbell(), settings, self._wake.set)
         self._services: dict[tuple[str, int], Service] = {}
+        #: Those whose last jobs run. Their posts may be manned again beside them: a long job keeps nobody waiting.
+        self._leaving: list[Service] = []
         #: What should run, by the last answer of the database.
         self._duties = [Duty(self._own_post())]
         #: Seconds in which somebody wants this node empty.
@@ -114,19 +116,24 @@ class Supervisor:
         return [_duty(order) for order in crews.orders(conn, self._node_id)]
 
     def _types(self) -> tuple[str, ...]:
-        return next((service.types for service in self._services.values() if service.types), ())
+        return next((service.types for service in self._present() if service.types), ())
+
+    def _present(self) -> list[Service]:
+        return [*self._services.values(), *self._leaving]
 
     # ── what is ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _converge(self) -> None:
-        self._services = {key: service for key, service in self._services.items() if not service.over.is_set()}
         wanted = {duty.post.key: duty for duty in self._duties}
+        present = [service for service in self._present() if not service.over.is_set()]
+        self._services = {service.post.key: service for service in present if not service.leaving}
+        self._leaving = [service for service in present if service.leaving]
         for key, duty in wanted.items() if self._node_leave_s is None else ():
             if key not in self._services and duty.leave_s is None and not duty.outdated and duty.post.slots:
                 self._services[key] = service = Service(duty.post, self._new_session)
                 service.start()
-        for key, service in self._services.items():
-            self._adjust(service, wanted.get(key))
+        for service in self._present():
+            self._adjust(service, wanted.get(service.post.key))
 
     def _adjust(self, service: Service, duty: Duty | None) -> None:
         limits = [limit for limit in (self._node_leave_s, duty and duty.leave_s) if limit is not None]
@@ -150,11 +157,11 @@ class Supervisor:
 
     def _leave(self) -> None:
         """All posts at once: each has its own jobs to wait for."""
-        for service in self._services.values():
+        for service in self._present():
             service.leave(self._settings.worker_grace_s)
         patience_s = self._settings.worker_grace_s + 4 * self._settings.db_timeout_s
         deadline = time.monotonic() + patience_s
-        late = [s for s in self._services.values() if not s.join(max(deadline - time.monotonic(), 0.0))]
+        late = [s for s in self._present() if not s.join(max(deadline - time.monotonic(), 0.0))]
         if late:
             log.error("left without waiting longer", extra={"posts": len(late)})
         if self._has_node:

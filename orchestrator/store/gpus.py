@@ -19,7 +19,7 @@ from orchestrator.gpu.accounts import Holder, foreign_mb
 from orchestrator.placement import GpuView, HostView
 from orchestrator.settings import Settings
 from orchestrator.store import audit
-from orchestrator.store.dialect import upsert, utc_now, utc_shift
+from orchestrator.store.dialect import seconds_since, upsert, utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import gpus, lease_gpus, leases, nodes
 
@@ -189,11 +189,13 @@ class Gate:
 def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate, age_s: float = 0.0) -> None:
     """Store a node's sample, as one statement. `usable_mb` is what leases and foreign memory may fill together.
 
-    A GPU that gives no answer keeps the numbers of its last sample; its health says that they are no news.
+    A GPU that gives no answer keeps the numbers of its last sample; its health says that they are no news. Of a GPU
+    that a neighbour measured later, this sample, taken `age_s` seconds ago, tells nothing: its row is left alone.
     """
+    before, ages_s = _before(conn, node_id, [gpu.uuid for gpu in sample])
+    sample = [gpu for gpu in sample if not 0 <= ages_s.get(gpu.uuid, age_s) < age_s]
     if not sample:
         return
-    before = _foreign_before(conn, [gpu.uuid for gpu in sample])
     held = holders(conn, node_id)
     rows = [
         {
@@ -228,9 +230,13 @@ def _gate_closed_at(new: Any, gate: Gate) -> Any:
     return case((new.gate_closed_at.is_not(None), new.gate_closed_at), (stays, gpus.c.gate_closed_at), else_=None)
 
 
-def _foreign_before(conn: Connection, uuids: Sequence[str]) -> dict[str, int]:
-    rows = conn.execute(select(gpus.c.gpu_uuid, gpus.c.foreign_mb).where(gpus.c.gpu_uuid.in_(uuids)))
-    return {row.gpu_uuid: row.foreign_mb for row in rows}
+def _before(conn: Connection, node_id: str, uuids: Sequence[str]) -> tuple[dict[str, int], dict[str, float]]:
+    """What is written down of these GPUs: foreign memory, and the age in seconds of this node's last sample."""
+    age_s = seconds_since(gpus.c.sampled_at).label("age_s")
+    known = select(gpus.c.gpu_uuid, gpus.c.node_id, gpus.c.foreign_mb, age_s).where(gpus.c.gpu_uuid.in_(uuids))
+    rows = conn.execute(known).all()
+    ages_s = {row.gpu_uuid: float(row.age_s) for row in rows if row.node_id == node_id and row.age_s is not None}
+    return {row.gpu_uuid: row.foreign_mb for row in rows}, ages_s
 
 
 def elsewhere(conn: Connection, node_id: str, uuids: Collection[str], recent_s: float) -> set[str]:

@@ -20,6 +20,8 @@ from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, nodes, workers
 
 #: The node of a worker that names none: no node's name, so that no GPU is there.
 NO_NODE = "(none)"
+#: Seconds for which a node counts as just seen.
+SEEN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,18 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
             .where(jobs.c.job_id == job_id, jobs.c.attempt == attempt, jobs.c.worker_id == worker.worker_id)
             .values(progress=fraction, progress_note=note[:255])
         )
-    conn.execute(update(nodes).where(nodes.c.node_id == worker.node_id).values(last_heartbeat=utc_now()))
+    _see(conn, worker.node_id)
+
+
+def _see(conn: Connection, node_id: str) -> None:
+    """Say that a node lives, unless a neighbour just did: its row is one for all of its workers, who would queue there.
+
+    Held until the end of a heartbeat, it would let only one of them write its sample at a time.
+    """
+    mine = nodes.c.node_id == node_id
+    age_s = conn.execute(select(seconds_since(nodes.c.last_heartbeat)).where(mine)).scalar()
+    if age_s is None or age_s > SEEN_S:
+        conn.execute(update(nodes).where(mine).values(last_heartbeat=utc_now()))
 
 
 def renew_leases(conn: Connection, worker_id: str) -> None:

@@ -89,9 +89,14 @@ class Site:
             path=os.pathsep.join([str(self._build), str(ROOT)]),
             cwd=self._build,
             prefix=dying_with_parent([]),
-            environment=self.clock.environment,
+            environment=self.environment,
         )
         return self.member
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its process finds beside its settings."""
+        return self.clock.environment
 
     def send(self, number: signal.Signals) -> None:
         self.ending = self.ending or number in (signal.SIGKILL, signal.SIGTERM)

@@ -1,9 +1,10 @@
 """Looks at what must hold at every moment, while the run goes on."""
 
+from typing import Any, Protocol
+
 import pymysql
 
 from tests.chaos.history import Recorder
-from tests.chaos.sites import Sites
 
 #: One statement, so one snapshot: the account of each GPU beside the leases it stands for.
 _GPUS = """
@@ -18,10 +19,14 @@ WHERE l.state = 'active' AND j.status = 'done' AND l.token = CONCAT('job:', j.jo
 """
 
 
+class Queried(Protocol):
+    def query(self, statement: str) -> list[tuple[Any, ...]]: ...
+
+
 class Watcher:
     """`looks` counts the moments that were seen."""
 
-    def __init__(self, sites: Sites, recorder: Recorder) -> None:
+    def __init__(self, sites: Queried, recorder: Recorder) -> None:
         self._sites = sites
         self._recorder = recorder
         self._epoch = 0

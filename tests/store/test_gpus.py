@@ -442,3 +442,11 @@ def test_a_gpus_list_shows_what_closes_it(db):
     (shown,) = db.read(lambda conn: gpus.list_gpus(conn, STALE_S))
     assert shown["gate_closed_at"] <= now(db) and shown["quarantined_at"] <= now(db)
     assert (shown["health_reason"], shown["quarantine_reason"], shown["fresh"]) == ("XID 63", "stuck", True)
+
+
+def test_a_sample_that_waited_does_not_undo_what_a_neighbour_measured_later(db):
+    record(db, used(3000))
+    db.write(lambda conn: gpus.record(conn, "node-1", [used(0)], Gate(90), age_s=60.0))
+    assert one(db).used_mb == 3000
+    record(db, used(1000))
+    assert one(db).used_mb == 1000

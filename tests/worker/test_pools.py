@@ -139,6 +139,30 @@ def test_a_pool_grows_and_shrinks_without_touching_what_runs(cluster, orchestrat
     assert len(loads()) == 3
 
 
+def test_a_pool_that_grows_again_does_not_wait_for_the_last_job_of_those_that_left(cluster, orchestrator, start):
+    start()
+    create(cluster)
+    until(cluster, warm(1))
+    job = submit(orchestrator, "answer", {"seconds": 60}, pool_id="chat")
+    cluster.wait_for(job, "running")
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(desired_workers=0)))
+    until(cluster, lambda row: [member["status"] for member in row["members"]] == ["draining"])
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(desired_workers=1)))
+    until(cluster, warm(1))
+    assert (cluster.job(job)["status"], cluster.job(job)["attempt"]) == ("running", 1)
+
+
+def test_a_pool_that_shrinks_to_nothing_frees_idle_models_before_its_last_job_ends(cluster, orchestrator, start):
+    start()
+    create(cluster, desired_workers=2)
+    until(cluster, warm(2))
+    job = submit(orchestrator, "answer", {"seconds": 60}, pool_id="chat")
+    cluster.wait_for(job, "running")
+    cluster.db.write(lambda conn: pools.change(conn, "chat", PoolChange(desired_workers=0)))
+    wait_until(lambda: leased(cluster) == 4000, timeout=30, what="only the running job's model is left")
+    assert cluster.job(job)["status"] == "running"
+
+
 def test_a_swap_warms_the_new_model_before_the_old_one_leaves(cluster, orchestrator, start, loads):
     start()
     create(cluster)

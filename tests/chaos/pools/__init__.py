@@ -1,0 +1,17 @@
+"""Pools under stress: they are created, scaled, swapped, drained, evicted and deleted while processes and nodes die.
+
+wishes      what pools are asked for: names, sizes and models, drawn from a seed
+handlers    models that hold simulated GPU memory and write down when they were loaded and what they ran
+load        jobs that trickle into the pools' lanes and the default lane
+stage       two orchestrators, a supervisor per node, and who was killed or frozen when
+actions     what an operator and fate do, as a table
+look        everything at one moment: rows of the database, processes of this machine
+convergence what a moment still lacks to be what was asked for
+checker     what must hold of the whole history
+run         one run from the first server to the verdict
+
+A run is rounds of storm and calm. In a calm nobody changes anything and no job is submitted; pools must become what
+their rows ask for. Three times are measured in each: from the last change to that moment; from the last *effect* (a
+change, a process that came up, a job that ended: this machine may be slow to do what it was told at once) to that
+moment, which may take `settle_s`; and how long nothing changed any more after it.
+"""

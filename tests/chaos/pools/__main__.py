@@ -1,0 +1,76 @@
+"""`make chaos-pools`: pools are changed at random while processes and nodes die; in every calm they must converge.
+
+python -m tests.chaos.pools [--seed N] [--minutes 5] [--pools 20] [--nodes 3] [--break NAME] [--json] [--folder F]
+"""
+
+import argparse
+import json
+import secrets
+import signal
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from tests.chaos import broken
+from tests.chaos.pools.actions import ACTIONS
+from tests.chaos.pools.run import Plan, Report, run
+
+#: Violations of each invariant that are shown, and jobs whose whole history is.
+SHOWN = 5
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    names = options.only.split(",") if options.only else [action.name for action in ACTIONS]
+    only = tuple(action for action in ACTIONS if action.name in names)
+    plan = Plan(seed, options.minutes, options.pools, options.nodes, options.gpus, only=only)
+    with tempfile.TemporaryDirectory(prefix="orch-broken-") as folder:
+        if options.sabotage:
+            plan = replace(plan, build=broken.build(options.sabotage, Path(folder)))
+        report = run(plan, lambda text: print(text, file=sys.stderr, flush=True), options.folder)
+    if options.json:
+        found = [str(violation) for violation in report.violations]
+        print(json.dumps({"seed": seed, "figures": report.figures, "violations": found}, indent=1))
+    else:
+        _print(report)
+    return 1 if report.violations else 0
+
+
+def _print(report: Report) -> None:
+    for name, value in report.figures.items():
+        print(f"  {name:28s} {value}")
+    for message, (count, first) in report.traces.items():
+        print(f"  unexpected exception, {count} times: {message}\n{first}\n")
+    for invariant, count in Counter(found.invariant for found in report.violations).most_common():
+        print(f"VIOLATIONS of {invariant}: {count}")
+        for violation in [found for found in report.violations if found.invariant == invariant][:SHOWN]:
+            print(f"  {violation}")
+    jobs = list(dict.fromkeys(violation.job_id for violation in report.violations if violation.job_id))
+    for job_id in jobs[:SHOWN]:
+        print(f"  history of {job_id}\n{report.history.of(job_id)}")
+    verdict = f"{len(report.violations)} violations" if report.violations else "every invariant held"
+    print(f"seed {report.plan.seed}: {verdict}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.pools", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, help="draw the same pools, jobs and actions as an earlier run")
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long it storms, calms included")
+    parser.add_argument("--pools", type=int, default=20)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--gpus", default="sim:2x24576", help="the GPUs of each node")
+    parser.add_argument("--only", metavar="ACTION,…", help=f"only these: {', '.join(one.name for one in ACTIONS)}")
+    parser.add_argument("--break", dest="sabotage", choices=sorted(broken.BUILDS), help="run a broken build")
+    parser.add_argument("--folder", type=Path, help="keep logs and the ledger there")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""A post's sessions: what is said between two of them is not lost, and whatever ends one leaves nothing behind."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from orchestrator.errors import WorkerLost
+from tests.waiting import wait_until
+from worker.post import Post
+from worker.service import Service
+
+
+class FakeSession:
+    """Notes what it was told; `on_begin` is what its beginning does."""
+
+    types = ("echo",)
+    lost = False
+
+    def __init__(self, post: Post, on_begin: Callable[[], None] = lambda: None) -> None:
+        self.slots = post.slots
+        self.over = threading.Event()
+        self.told: list[str] = []
+        self._on_begin = on_begin
+
+    def begin(self) -> None:
+        self.told.append("begin")
+        self._on_begin()
+
+    def resize(self, slots: int) -> None:
+        self.slots = slots
+
+    def leave(self, _grace_s: float) -> None:
+        self.told.append("leave")
+        self.over.set()
+
+    def end(self) -> None:
+        self.told.append("end")
+
+    def abandon(self) -> None:
+        self.told.append("abandon")
+
+
+def manned(new_session: Callable[[Post], Any]) -> Service:
+    service = Service(Post("chat", 1), new_session)
+    service.start()
+    return service
+
+
+def test_a_resize_while_a_session_is_being_made_reaches_it():
+    made: list[FakeSession] = []
+
+    def new_session(post: Post) -> FakeSession:
+        service.resize(3)
+        made.append(FakeSession(post))
+        return made[-1]
+
+    service = Service(Post("chat", 1), new_session)  # type: ignore[arg-type]
+    service.start()
+    wait_until(lambda: made and "begin" in made[0].told, what="a session")
+    assert made[0].slots == 3
+    service.leave(0.0)
+    assert service.join(5.0)
+
+
+def test_who_must_leave_while_a_session_is_being_made_does_not_begin_to_take_jobs():
+    made: list[FakeSession] = []
+
+    def new_session(post: Post) -> FakeSession:
+        service.leave(0.0)
+        made.append(FakeSession(post))
+        return made[-1]
+
+    service = Service(Post("chat", 1), new_session)  # type: ignore[arg-type]
+    service.start()
+    assert service.join(5.0)
+    assert made[0].told[:2] == ["leave", "begin"]
+    assert made[0].told[-1] == "end"
+
+
+def declared_dead() -> None:
+    raise WorkerLost("worker")
+
+
+def test_a_session_that_is_declared_dead_before_its_first_heartbeat_leaves_nothing_and_is_followed():
+    made: list[FakeSession] = []
+
+    def new_session(post: Post) -> FakeSession:
+        made.append(FakeSession(post, (lambda: None) if made else declared_dead))
+        return made[-1]
+
+    service = manned(new_session)
+    wait_until(lambda: len(made) == 2, what="another session")
+    assert made[0].told == ["begin", "abandon"]
+    service.leave(0.0)
+    assert service.join(5.0)
+
+
+def broken() -> None:
+    raise RuntimeError("a bug")
+
+
+def test_a_bug_ends_the_post_and_leaves_nothing():
+    made: list[FakeSession] = []
+
+    def new_session(post: Post) -> FakeSession:
+        made.append(FakeSession(post, broken))
+        return made[-1]
+
+    assert manned(new_session).join(5.0)
+    assert [session.told for session in made] == [["begin", "abandon"]]
