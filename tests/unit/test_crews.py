@@ -118,9 +118,11 @@ def test_a_worker_that_waits_for_memory_moves_to_where_there_is_some():
     view = pool(desired=1, memory_mb=1000, assigned={("a", 1): 1}, crews=(stuck,))
     assert plan_one(view, nodes("a", "b"), cluster(a=0, b=5000)).assigned == {("b", 1): 1}
     assert plan_one(view, nodes("a", "b"), cluster(a=0, b=500)).assigned == {("a", 1): 1}
-    # A model that is loaded on some of its slots there is worth more than a place for the others.
+    # Of two only the one that waits moves. One worker with a slot that is ready stays whole.
     half = replace(view, desired=2, assigned={("a", 1): 2}, crews=(replace(stuck, slots=2, ready=1),))
-    assert plan_one(half, nodes("a", "b"), cluster(a=0, b=5000)).assigned == {("a", 1): 2}
+    assert plan_one(half, nodes("a", "b"), cluster(a=0, b=5000)).assigned == {("a", 1): 1, ("b", 1): 1}
+    whole = replace(view, slots=2, crews=(replace(stuck, slots=2, ready=1),))
+    assert plan_one(whole, nodes("a", "b"), cluster(a=0, b=5000)).assigned == {("a", 1): 1}
 
 
 def test_a_worker_whose_need_only_its_handler_knows_does_not_go_round_and_round():
@@ -162,7 +164,7 @@ def test_old_workers_leave_as_new_ones_become_ready_and_no_sooner():
 
 
 def test_one_old_worker_leaves_early_when_the_new_one_waits_for_its_memory():
-    view = pool(revision=2, assigned={("a", 1): 2}, crews=(crew("a", workers=2, ready=2),))
+    view = pool(revision=2, assigned={("a", 1): 2, ("a", 2): 2}, crews=(crew("a", workers=2, ready=2),))
     blocked = replace(view, crews=(*view.crews, crew("a", 2, ready=0, blocked=True)))
     assert plan_one(view, nodes("a")).assigned[("a", 1)] == 2
     assert plan_one(blocked, nodes("a")).assigned[("a", 1)] == 1

@@ -99,12 +99,15 @@ def broken() -> None:
     raise RuntimeError("a bug")
 
 
-def test_a_bug_ends_the_post_and_leaves_nothing():
+def test_a_bug_costs_a_session_and_leaves_nothing_of_it():
     made: list[FakeSession] = []
 
     def new_session(post: Post) -> FakeSession:
-        made.append(FakeSession(post, broken))
+        made.append(FakeSession(post, (lambda: None) if made else broken))
         return made[-1]
 
-    assert manned(new_session).join(5.0)
-    assert [session.told for session in made] == [["begin", "abandon"]]
+    service = manned(new_session)
+    wait_until(lambda: len(made) == 2, what="another session")
+    assert made[0].told == ["begin", "abandon"]
+    service.leave(0.0)
+    assert service.join(5.0)
