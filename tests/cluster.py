@@ -48,7 +48,7 @@ class Member:
                 stdin=subprocess.DEVNULL,
             )
 
-    def says(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
+    def says(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
         """Wait until its output matches."""
 
         def look() -> re.Match[str] | None:
@@ -124,7 +124,7 @@ class Cluster:
     def job(self, job_id: str) -> dict[str, Any]:
         return self.db.read(lambda conn: job_reads.get(conn, job_id))
 
-    def wait_for(self, job_id: str, status: str, timeout: float = 30.0) -> dict[str, Any]:
+    def wait_for(self, job_id: str, status: str, timeout: float = 60.0) -> dict[str, Any]:
         wait_until(
             lambda: self.job(job_id)["status"] == status,
             timeout=timeout,

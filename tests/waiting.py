@@ -8,9 +8,14 @@ T = TypeVar("T")
 
 #: Seconds between two looks: short beside what tests wait for, long beside one look at a local server.
 INTERVAL_S = 0.02
+#: Seconds after which a fact will not come any more. A limit of what is waited for, never of the machine's speed: it is
+#: long, since only failures take that long.
+PATIENCE_S = 30.0
 
 
-def wait_until(predicate: Callable[[], T], *, timeout: float = 10.0, what: str | Callable[[], str] = "condition") -> T:
+def wait_until(
+    predicate: Callable[[], T], *, timeout: float = PATIENCE_S, what: str | Callable[[], str] = "condition"
+) -> T:
     """Call `predicate` until it returns something truthy, and return that.
 
     Raises AssertionError with `what` (called then, if it is a function) and the last value after `timeout` seconds.

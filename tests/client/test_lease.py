@@ -253,7 +253,7 @@ def test_time_is_counted_from_before_the_request_and_ends_early():
 
 
 def test_heartbeats_come_by_themselves(server: Orchestrator):
-    with lease(min_memory_mb=1, ttl_seconds=1.0) as held:
+    with lease(min_memory_mb=1, ttl_seconds=TTL_S) as held:
         [first] = server.leases()
         beats: set[object] = set()
 

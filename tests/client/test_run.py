@@ -235,7 +235,7 @@ def test_a_command_dies_with_us(start, server: Orchestrator):
     assert alive(command) and alive(started)
     child.kill()
     wait_until(lambda: not alive(command) and not alive(started), what="both are gone")
-    wait_until(lambda: server.leased_mb() == 0, timeout=TTL_S + 10, what="its memory is free")
+    wait_until(lambda: server.leased_mb() == 0, timeout=PATIENCE_S, what="its memory is free")
 
 
 # --- nothing is left behind ---

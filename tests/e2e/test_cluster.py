@@ -101,7 +101,7 @@ def test_a_killed_leader_is_followed_within_three_seconds_under_a_higher_epoch(c
 def test_sigterm_in_the_middle_of_a_job_hands_it_back_uncharged(cluster):
     _, url = cluster.serve()
     first = cluster.worker(worker_grace_s=0.2)
-    post(url, "/jobs/submit", {"job_id": "long", "type": "sleep", "payload": {"seconds": 20}})
+    post(url, "/jobs/submit", {"job_id": "long", "type": "sleep", "payload": {"seconds": 600}})
     before = cluster.wait_for("long", "running")["worker_id"]
     cluster.worker()
     first.send(signal.SIGTERM)

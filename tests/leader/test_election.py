@@ -178,7 +178,7 @@ def test_two_leader_writes_do_not_wait_for_each_other(maria_db, settings):
         inner = []
         thread = threading.Thread(target=lambda: inner.append(term.write(lambda _c: "done")), name="inner")
         thread.start()
-        thread.join(3)
+        thread.join(30)
         return inner
 
     assert term.write(outer) == ["done"]
@@ -323,7 +323,9 @@ def test_the_lock_is_taken_once_and_then_only_looked_at(maria_db, maria_candidat
     assert sum("IS_USED_LOCK" in statement for statement in asked) == 4
     assert lock_holder(maria_db) is not None
     one.resign()
-    wait_until(lambda: lock_holder(maria_db) is None, timeout=1, what="the lock is free at once")
+    wait_until(
+        lambda: lock_holder(maria_db) is None, timeout=15, what="the lock is free, long before the server would end it"
+    )
 
 
 def test_a_killed_lock_connection_ends_the_term_and_the_next_one_has_a_new_epoch(maria_db, maria_candidates):
@@ -390,7 +392,7 @@ def test_the_lock_connection_is_ended_by_the_server_when_it_is_not_used(maria_db
     one = maria_candidates("one", leader_ttl_s=1.0, leader_trust_margin_s=0.3, leader_interval_s=0.1)
     one.tick()
     assert lock_holder(maria_db) is not None
-    wait_until(lambda: lock_holder(maria_db) is None, timeout=5, what="the server ended the idle session")
+    wait_until(lambda: lock_holder(maria_db) is None, what="the server ended the idle session")
     one.tick()
     assert one.term is None
 

@@ -77,7 +77,7 @@ def instance(maria_db, tmp_path):
 
 
 def elected(one):
-    (line,) = wait_until(lambda: one.said("leading"), timeout=20, what=f"{one.log.name} leads")[-1:]
+    (line,) = wait_until(lambda: one.said("leading"), timeout=60, what=f"{one.log.name} leads")[-1:]
     return int(line.split()[1])
 
 
@@ -112,7 +112,7 @@ def test_a_frozen_leader_loses_its_term_and_its_write_after_waking_is_refused(ma
     assert elected(other) == first + 1
     before = written_by(maria_db, "one")
     os.kill(one.process.pid, signal.SIGCONT)
-    wait_until(lambda: one.said("refused"), timeout=10, what="the old leader is refused")
+    wait_until(lambda: one.said("refused"), what="the old leader is refused")
     assert written_by(maria_db, "one") == before
     now = maria_db.read(lambda conn: leadership.current(conn, NAME))
     assert (now.holder, now.epoch) == ("other", first + 1)

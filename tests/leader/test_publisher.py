@@ -96,7 +96,7 @@ def test_a_nudge_publishes_and_the_thread_survives_a_server_that_is_away(db, hub
     wait_until(lambda: not publisher._nudged, what="the nudge is taken")
     publisher._hub = hub
     publisher.nudge("default")
-    wait_until(lambda: announced(raw) == ids, timeout=5, what="the next nudge publishes")
+    wait_until(lambda: announced(raw) == ids, what="the next nudge publishes")
     publisher.close()
     away.close()
     assert not publisher._thread.is_alive()

@@ -56,6 +56,14 @@ def cluster(
 
 
 @pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """A file that holds jobs up (`gated_handlers`, for one) until the test deletes it."""
+    path = tmp_path / "gate"
+    path.touch()
+    return path
+
+
+@pytest.fixture
 def orchestrator(cluster: Cluster) -> Iterator[Orchestrator]:
     """Publishes and leads from inside the test's process."""
     running = Orchestrator(cluster.settings)

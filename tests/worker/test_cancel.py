@@ -145,7 +145,7 @@ def test_a_handler_that_resists_is_killed_with_its_children_before_the_job_count
 def test_without_the_bell_the_next_heartbeat_brings_the_cancel(cluster, orchestrator, worker, notes):
     job_id = start(cluster, orchestrator, notes, "polite")
     cluster.db.write(lambda conn: withdraw.cancel(conn, job_id, None))
-    cluster.wait_for(job_id, "cancelled", timeout=5)
+    cluster.wait_for(job_id, "cancelled")
 
 
 def test_a_cancelled_job_of_a_dead_worker_is_cancelled_not_retried(cluster, orchestrator, worker, notes):
@@ -166,13 +166,6 @@ def test_a_slot_that_somebody_terminates_is_no_cancelled_job(cluster, orchestrat
 
 
 # ── artifacts ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def gate(tmp_path):
-    path = tmp_path / "gate"
-    path.touch()
-    return path
 
 
 def write(cluster, orchestrator, notes, gate, path, **fields):
@@ -209,7 +202,7 @@ def test_an_attempt_that_was_given_away_puts_nothing_in_place(cluster, orchestra
     job_id = write(cluster, orchestrator, notes, gate, path)
     cluster.wait_for(job_id, "running")
     worker.send(signal.SIGSTOP)  # its slots go on
-    wait_until(lambda: cluster.job(job_id)["status"] == "pending", timeout=20, what="given away")
+    wait_until(lambda: cluster.job(job_id)["status"] == "pending", what="given away")
     gate.unlink()
     cluster.worker(path=str(tmp_path), worker_handlers=("cancel_handlers",))
     cluster.wait_for(job_id, "done")

@@ -3,24 +3,24 @@
 import os
 import signal
 
-from sqlalchemy import select, text
+from sqlalchemy import text
 
-from orchestrator.store import schema
 from tests.waiting import wait_until
-from tests.worker.databases import EMBEDDED_TOO
-from tests.worker.test_worker import events, submit
+from tests.worker.databases import EMBEDDED_TOO, locked_gpus
+from tests.worker.test_worker import GATED, events, submit
 
 
 @EMBEDDED_TOO
-def test_a_frozen_worker_is_replaced_and_cannot_overwrite_when_it_wakes(cluster, orchestrator):
-    worker = cluster.worker()
-    job_id = submit(orchestrator, "sleep", {"seconds": 1.0})
+def test_a_frozen_worker_is_replaced_and_cannot_overwrite_when_it_wakes(cluster, orchestrator, gate):
+    worker = cluster.worker(worker_handlers=GATED)
+    job_id = submit(orchestrator, "gated", {"gate": str(gate)})
     cluster.wait_for(job_id, "running")
     before = cluster.job(job_id)["worker_id"]
     with cluster.db.engine.connect() as connection, connection.begin():
         # SQLite locks the whole file, and no server is there to end a frozen writer: stop it between two writes.
         worker.send(signal.SIGSTOP)
-    cluster.worker()
+    gate.unlink()
+    cluster.worker(worker_handlers=GATED)
     record = cluster.wait_for(job_id, "done")
     worker.send(signal.SIGCONT)
     worker.says("declared dead")
@@ -31,13 +31,14 @@ def test_a_frozen_worker_is_replaced_and_cannot_overwrite_when_it_wakes(cluster,
     assert events(cluster, job_id).count("job.done") == 1
 
 
-def test_the_locks_of_a_frozen_worker_end_before_it_is_declared_dead(cluster, orchestrator):
-    worker = cluster.worker()
-    job_id = submit(orchestrator, "sleep", {"seconds": 3.0})
+def test_the_locks_of_a_frozen_worker_end_before_it_is_declared_dead(cluster, orchestrator, gate):
+    worker = cluster.worker(worker_handlers=GATED)
+    job_id = submit(orchestrator, "gated", {"gate": str(gate)})
     cluster.wait_for(job_id, "running")
     freeze_inside_a_transaction(cluster, worker)
-    cluster.worker()
-    assert cluster.wait_for(job_id, "done", timeout=15)["attempt"] == 2
+    gate.unlink()
+    cluster.worker(worker_handlers=GATED)
+    assert cluster.wait_for(job_id, "done")["attempt"] == 2
 
 
 def freeze_inside_a_transaction(cluster, worker):
@@ -45,8 +46,7 @@ def freeze_inside_a_transaction(cluster, worker):
     waits = text(
         "SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'INSERT INTO gpus%' AND time_ms > 50"
     )
-    with cluster.db.engine.begin() as holder:
-        holder.execute(select(schema.gpus).with_for_update()).all()
+    with locked_gpus(cluster):
         wait_until(lambda: cluster.db.read(lambda conn: conn.execute(waits).scalar_one()), what="a waiting heartbeat")
         worker.send(signal.SIGSTOP)
 

@@ -11,7 +11,7 @@ LAST = "18446744073709551615-18446744073709551615"
 
 
 def drained(cluster, orchestrator):
-    wait_until(lambda: not cluster.unfinished(), timeout=30, what="all jobs ended")
+    wait_until(lambda: not cluster.unfinished(), what="all jobs ended")
     wait_until(lambda: orchestrator.hub.lane("default").length() == 0, what="an empty lane")
 
 

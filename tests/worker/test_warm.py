@@ -182,7 +182,7 @@ def test_a_client_that_needs_its_memory_gets_it(cluster, orchestrator, start):
 def test_the_lease_of_a_model_ends_with_its_process(cluster, orchestrator, start):
     start()
     os.kill(run(cluster, orchestrator, "small")["pid"], signal.SIGKILL)
-    wait_until(lambda: leased(cluster) == 0, what="memory back", timeout=5)
+    wait_until(lambda: leased(cluster) == 0, what="memory back")
     assert run(cluster, orchestrator, "small")["loaded"] == 1
 
 

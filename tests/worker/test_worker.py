@@ -1,9 +1,9 @@
 """A worker as a real process: outcomes, crashes, time limits, leases, and leaving in order."""
 
-import os
 import signal
 from pathlib import Path
 
+import pytest
 from sqlalchemy import select
 
 from orchestrator.daemon import Orchestrator
@@ -11,6 +11,8 @@ from orchestrator.store import audit, schema
 from tests.factories import new_job
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
+
+GATED = ("tests.worker.gated_handlers",)
 
 
 def submit(orchestrator, type, payload, **fields):
@@ -121,7 +123,7 @@ def test_a_class_loads_once_per_slot(cluster, orchestrator, tmp_path):
 
 def test_the_leased_gpu_is_the_one_the_handler_sees_and_its_memory_is_sampled(cluster, orchestrator):
     cluster.worker()
-    job_id = submit(orchestrator, "allocate", {"memory_mb": 3000, "seconds": 30}, min_memory_mb=4000)
+    job_id = submit(orchestrator, "allocate", {"memory_mb": 3000, "seconds": 600}, min_memory_mb=4000)
     cluster.wait_for(job_id, "running")
 
     def sampled():
@@ -133,7 +135,7 @@ def test_the_leased_gpu_is_the_one_the_handler_sees_and_its_memory_is_sampled(cl
 
 def test_a_job_without_room_waits_with_a_reason_and_runs_when_there_is_room(cluster, orchestrator):
     cluster.worker()
-    first = [submit(orchestrator, "sleep", {"seconds": 30}, min_memory_mb=20000) for _ in range(2)]
+    first = [submit(orchestrator, "sleep", {"seconds": 600}, min_memory_mb=20000) for _ in range(2)]
     for job_id in first:
         cluster.wait_for(job_id, "running")
     # Both GPUs are full, and so are both slots: a second worker on the node has free slots but no memory.
@@ -156,12 +158,12 @@ def test_a_type_without_handler_waits_with_a_reason(cluster, orchestrator):
 @EMBEDDED_TOO
 def test_sigterm_hands_a_running_job_back_and_it_runs_elsewhere_at_once_uncharged(cluster, orchestrator):
     first = cluster.worker(worker_grace_s=0.0)
-    job_id = submit(orchestrator, "sleep", {"seconds": 8}, min_memory_mb=1000)
+    job_id = submit(orchestrator, "sleep", {"seconds": 600}, min_memory_mb=1000)
     cluster.wait_for(job_id, "running")
     before = cluster.job(job_id)["worker_id"]
     cluster.worker()
     assert first.stop() == 0
-    record = cluster.wait_for(job_id, "running", timeout=5)
+    record = cluster.wait_for(job_id, "running")
     assert record["worker_id"] != before
     assert (record["attempt"], record["attempts"]) == (2, 1)
     assert "job.handed_back" in events(cluster, job_id)
@@ -170,25 +172,29 @@ def test_sigterm_hands_a_running_job_back_and_it_runs_elsewhere_at_once_uncharge
     assert leased(cluster) == 1000
 
 
-def test_sigterm_lets_a_short_job_finish(cluster, orchestrator):
-    worker = cluster.worker(worker_grace_s=10.0)
-    job_id = submit(orchestrator, "sleep", {"seconds": 1.0})
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_is_asked_to_stop_lets_a_job_finish_that_ends_soon(cluster, orchestrator, gate, number):
+    worker = cluster.worker(worker_grace_s=60.0, worker_handlers=GATED)
+    job_id = submit(orchestrator, "gated", {"gate": str(gate)})
     cluster.wait_for(job_id, "running")
-    assert worker.stop() == 0
-    assert cluster.job(job_id)["status"] == "done"
-    assert cluster.job(job_id)["attempt"] == 1
+    worker.send(number)
+    wait_until(lambda: cluster.count("workers", schema.workers.c.status == "draining"), what="it is leaving")
+    gate.unlink()
+    assert worker.process.wait(30) == 0
+    assert (cluster.job(job_id)["status"], cluster.job(job_id)["attempt"]) == ("done", 1)
 
 
 @EMBEDDED_TOO
-def test_a_killed_worker_leaves_no_process_and_its_job_runs_elsewhere(cluster, orchestrator):
-    worker = cluster.worker()
-    job_id = submit(orchestrator, "sleep", {"seconds": 1.5}, min_memory_mb=1000)
+def test_a_killed_worker_leaves_no_process_and_its_job_runs_elsewhere(cluster, orchestrator, gate):
+    worker = cluster.worker(worker_handlers=GATED)
+    job_id = submit(orchestrator, "gated", {"gate": str(gate)}, min_memory_mb=1000)
     cluster.wait_for(job_id, "running")
     slots = worker.children()
     assert len(slots) == 2
     worker.kill()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in slots), what="slots gone")
-    cluster.worker()
+    gate.unlink()
+    cluster.worker(worker_handlers=GATED)
     record = cluster.wait_for(job_id, "done")
     assert (record["attempt"], record["crashes"]) == (2, 1)
     # Nobody saw the processes end: the dead worker's lease stands until it expires.
@@ -230,15 +236,6 @@ def test_progress_is_shown(cluster, orchestrator):
     cluster.worker()
     job_id = submit(orchestrator, "sleep", {"seconds": 30})
     assert 0 < wait_until(lambda: cluster.job(job_id)["progress"], what="progress") < 1
-
-
-def test_ctrl_c_is_for_the_supervisor(cluster, orchestrator):
-    worker = cluster.worker(worker_grace_s=10.0)
-    job_id = submit(orchestrator, "sleep", {"seconds": 0.5})
-    cluster.wait_for(job_id, "running")
-    os.kill(worker.process.pid, signal.SIGINT)
-    assert worker.process.wait(20) == 0
-    assert cluster.job(job_id)["status"] == "done"
 
 
 def test_what_a_handler_says_cannot_stop_the_heartbeat(cluster, orchestrator, tmp_path):
@@ -294,5 +291,5 @@ def test_workers_keep_each_other_supplied_without_a_leader(cluster):
     for _ in range(3):
         cluster.worker()
     publisherless.submit([new_job() for _ in range(150)]).result(10)
-    wait_until(lambda: cluster.unfinished() == 0, timeout=30, what="all jobs done")
+    wait_until(lambda: cluster.unfinished() == 0, timeout=60, what="all jobs done")
     publisherless.close()
