@@ -117,7 +117,7 @@ def test_a_heartbeat_leaves_a_worker_draining_that_somebody_drains(db):
 def test_of_two_that_find_an_id_free_one_gets_it(maria_db):
     """The second looked before the first wrote: only the key of the table stands between them."""
     worker = Worker("mine", NO_NODE, "default", "box", 0, 1, ("echo",))
-    overtaken = []
+    overtaken: list[bool] = []
 
     def overtake(_conn, _cursor, statement, *_rest):
         if statement.startswith("INSERT INTO workers") and not overtaken:
