@@ -13,17 +13,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from worker import answers, handlers, lifeline, wire
 from worker.context import BatchContext, Context
 from worker.flags import Flags
 from worker.handlers import Cancelled, Registered
+
+T = TypeVar("T")
 
 #: Seconds between two looks whether anybody vouches for a leased job still.
 LOOK_EVERY_S = 0.1
@@ -81,16 +82,18 @@ class Slot:
         """Run one job; how it ended, and the result's JSON."""
         self.cancelled = False
         ctx = Context(**job, _report=self._report, _is_cancelled=lambda: self.cancelled, _owns=self._owns)
-        with self._under_lease(ctx) as about:
-            ending, result = answers.of_job(lambda: self._call(ctx, body), self.result_limit)
+        (ending, result), about = self._under_lease(
+            ctx, lambda: answers.of_job(lambda: self._call(ctx, body), self.result_limit)
+        )
         return {"end": ending | about}, result
 
     def _run_batch(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
         """Run jobs in one call; how each ended, and their results one behind the other."""
         each = tuple(self._member(place, job) for place, job in enumerate(jobs))
         ctx = BatchContext(each[0].type, each[0].model_id, each[0].device, each)
-        with self._under_lease(ctx) as about:
-            said = answers.of_batch(lambda: self._call(ctx, body), len(each), self.result_limit)
+        said, about = self._under_lease(
+            ctx, lambda: answers.of_batch(lambda: self._call(ctx, body), len(each), self.result_limit)
+        )
         ends = [ending | about | {"size": len(result)} for ending, result in said]
         return {"ends": ends}, "".join(result for _, result in said)
 
@@ -102,20 +105,18 @@ class Slot:
             _owns=partial(self._owns, place),
         )
 
-    @contextmanager
-    def _under_lease(self, ctx: Context | BatchContext) -> Iterator[dict[str, Any]]:
-        """Show the handler its GPU; afterwards tell how long it ran and whether its model stays."""
+    def _under_lease(self, ctx: Context | BatchContext, run: Callable[[], T]) -> tuple[T, dict[str, Any]]:
+        """Show the handler its GPU and run it; its answer, how long it ran and whether its model stays."""
         if ctx.device is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
         before, on_gpu = self.leased, ctx.device not in (None, "cpu")
         self.leased = before or ctx.device is not None
         started = time.monotonic()
-        about: dict[str, Any] = {}
-        yield about
+        said = run()
         # A model that stays in memory does so under a lease too; jobs without a GPU leave it there.
-        about["keeps"] = (ctx.type, ctx.model_id) in self.warm
-        self.leased = about["keeps"] if on_gpu else before
-        about["run_seconds"] = time.monotonic() - started
+        keeps = (ctx.type, ctx.model_id) in self.warm
+        self.leased = keeps if on_gpu else before
+        return said, {"keeps": keeps, "run_seconds": time.monotonic() - started}
 
     def _call(self, ctx: Context | BatchContext, body: str) -> object:
         self.busy = True
