@@ -118,7 +118,7 @@ class Run:
 
 def _bearer_last(ends: list[End]) -> list[End]:
     """The lease ends with the last of them, and they may be written by more than one transaction."""
-    return sorted(ends, key=lambda end: end.left.remains is not Remains.SHARED)
+    return sorted(ends, key=lambda end: end.left.remains is not Remains.SHARED) if len(ends) > 1 else ends
 
 
 def _end(claim: Claim, outcome: Outcome, **said: Any) -> End:

@@ -15,18 +15,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from worker import answers, handlers, lifeline, wire
 from worker.context import BatchContext, Context
 from worker.flags import Flags
 from worker.handlers import Cancelled, Registered
 from worker.models import Models
+
+T = TypeVar("T")
 
 #: Seconds between two looks whether anybody vouches for a leased job still.
 LOOK_EVERY_S = 0.1
@@ -89,8 +90,7 @@ class Slot:
         """Load a model before any job needs it; the answer for the supervisor."""
         ctx = self._context(head)
         try:
-            with self._under_lease(ctx) as about:
-                self.models.handler(ctx)
+            _, about = self._under_lease(ctx, lambda: self.models.handler(ctx))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a handler raises is its answer
             return {"load_failed": f"{type(error).__name__}: {error}"}
         return {"loaded": about["load_seconds"]}
@@ -99,16 +99,18 @@ class Slot:
         """Run one job; how it ended, and the result's JSON."""
         self.cancelled = False
         ctx = self._context(job)
-        with self._under_lease(ctx) as about:
-            ending, result = answers.of_job(lambda: self._call(ctx, body), self.result_limit)
+        (ending, result), about = self._under_lease(
+            ctx, lambda: answers.of_job(lambda: self._call(ctx, body), self.result_limit)
+        )
         return {"end": ending | about}, result
 
     def _run_batch(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
         """Run jobs in one call; how each ended, and their results one behind the other."""
         each = tuple(self._member(place, job) for place, job in enumerate(jobs))
         ctx = BatchContext(each[0].type, each[0].model_id, each[0].device, each, **self.pool)
-        with self._under_lease(ctx) as about:
-            said = answers.of_batch(lambda: self._call(ctx, body), len(each), self.result_limit)
+        said, about = self._under_lease(
+            ctx, lambda: answers.of_batch(lambda: self._call(ctx, body), len(each), self.result_limit)
+        )
         ends = [ending | about | {"size": len(result)} for ending, result in said]
         return {"ends": ends}, "".join(result for _, result in said)
 
@@ -132,22 +134,20 @@ class Slot:
             _owns=partial(self._owns, place),
         )
 
-    @contextmanager
-    def _under_lease(self, ctx: Context | BatchContext) -> Iterator[dict[str, Any]]:
-        """Show the handler its GPU; afterwards tell how long it ran and whether its model stays."""
+    def _under_lease(self, ctx: Context | BatchContext, run: Callable[[], T]) -> tuple[T, dict[str, Any]]:
+        """Show the handler its GPU and run it; its answer, how long it ran and whether its model stays."""
         if ctx.device is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = "" if ctx.device == "cpu" else ctx.device
         before, on_gpu = self.leased, ctx.device not in (None, "cpu")
         self.leased = before or ctx.device is not None
         self.models.load_s = 0.0
         started = time.monotonic()
-        about: dict[str, Any] = {}
-        yield about
+        said = run()
         # A model that stays in memory does so under a lease too; jobs without a GPU leave it there.
-        about["keeps"] = (ctx.type, ctx.model_id) in self.models
-        self.leased = about["keeps"] if on_gpu else before
-        about["load_seconds"] = self.models.load_s
-        about["run_seconds"] = time.monotonic() - started - self.models.load_s
+        keeps, load_s = (ctx.type, ctx.model_id) in self.models, self.models.load_s
+        self.leased = keeps if on_gpu else before
+        run_s = time.monotonic() - started - load_s
+        return said, {"keeps": keeps, "load_seconds": load_s, "run_seconds": run_s}
 
     def _call(self, ctx: Context | BatchContext, body: str) -> object:
         self.busy = True

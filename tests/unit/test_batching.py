@@ -1,7 +1,9 @@
 """Batches without a server: who waits for whom, what a slot is told, and what becomes of each job."""
 
+import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing import Pipe
 from selectors import EVENT_READ
 from types import SimpleNamespace
@@ -9,11 +11,12 @@ from typing import Any
 
 import pytest
 
+import worker.intake
 from orchestrator import tally
 from orchestrator.batching import Seats
 from orchestrator.jobs import ErrorKind
 from orchestrator.leases import Remains
-from orchestrator.store.claim import Claim
+from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.settle import Outcome
 from orchestrator.stream.lane import Entry
 from orchestrator.tally import Sizes
@@ -24,6 +27,7 @@ from worker.intake import Intake
 from worker.lifeline import Lifeline
 from worker.process import SlotProcess
 from worker.run import Run
+from worker.session import Session
 from worker.slots import SlotEvents, SlotPool
 
 # --- waiting for company ---
@@ -32,13 +36,17 @@ from worker.slots import SlotEvents, SlotPool
 class Lane:
     """A reader of entries that arrive one after the other, each while somebody waits for it."""
 
-    def __init__(self, *arriving: str) -> None:
+    def __init__(self, *arriving: str, on_wait: Callable[[], object] = lambda: None) -> None:
         self.arriving = list(arriving)
+        self.on_wait = on_wait
+        self.limits_ms: list[int] = []
         self.here: list[str] = []
         self.waits = 0
 
-    def wait_for_more(self, _block_ms: int) -> None:
+    def wait_for_more(self, block_ms: int) -> None:
         self.waits += 1
+        self.limits_ms.append(block_ms)
+        self.on_wait()
         self.here += self.arriving[:1]
         self.arriving = self.arriving[1:]
 
@@ -78,6 +86,14 @@ def test_a_batch_that_is_full_waits_no_longer():
     assert lane.waits == 3
 
 
+def test_the_time_counts_from_the_first(monkeypatch):
+    clock = itertools.count()
+    lane = Lane("many", "many", on_wait=lambda: [next(clock) for _ in range(24)])
+    monkeypatch.setattr(worker.intake, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    assert company(lane, slots=1) == "many many"
+    assert lane.limits_ms == [60_000, 35_000, 10_000]
+
+
 def test_whoever_runs_by_itself_is_not_kept_waiting():
     lane = Lane("many", "plain", "many")
     assert company(lane, slots=2) == "many plain"
@@ -103,6 +119,17 @@ def test_what_was_read_before_a_fault_is_not_forgotten_over_what_comes():
     assert lane.waits == 0
 
 
+def test_what_was_put_back_is_announced_at_once():
+    nudged: list[str] = []
+    session: Any = SimpleNamespace(
+        _publisher=SimpleNamespace(nudge=nudged.append), _lane=SimpleNamespace(name="default"), _keepalive=None
+    )
+    Session._denied(session, [NotClaimed("no handler")])
+    assert nudged == []
+    Session._denied(session, [NotClaimed("no slot", put_back=True)])
+    assert nudged == ["default"]
+
+
 # --- what handlers say ---
 
 
@@ -119,6 +146,11 @@ def told(value, size):
 def test_an_answer_for_each():
     values = [{"a": 1}, Skip("x"), Permanent("x"), Retry("x"), KeyError("x"), Cancelled("x"), object(), "x" * 200]
     assert told(values, 8) == ["done", "skipped", "failed", "failed", "failed", "cancelled", "failed", "failed"]
+
+
+@pytest.mark.parametrize("value", [[1], [1, 2, 3], (1, 2), None, "12"])
+def test_what_is_no_answer_for_each_is_one_for_nobody(value):
+    assert told(value, 2) == ["handed_back"] * 2
 
 
 def test_a_batch_of_one_is_answered_as_if_it_ran_by_itself():
