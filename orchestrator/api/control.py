@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -42,11 +42,11 @@ class NodeBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     node_id: Name | None = None
-    all: Literal[True] | None = None
+    all: bool = False
 
     @model_validator(mode="after")
     def _one_or_all(self) -> Self:
-        if (self.node_id is None) == (self.all is None):
+        if (self.node_id is None) != self.all:
             raise ValueError('say either node_id or "all": true')
         return self
 

@@ -294,5 +294,8 @@ def list_nodes(conn: Connection) -> list[dict[str, Any]]:
         .order_by(nodes.c.node_id)
     )
     return [
-        row._asdict() | {name: int(getattr(row, name) or 0) for name in ("workers", "slots", "running")} for row in rows
+        row._asdict()
+        | {name: int(getattr(row, name) or 0) for name in ("workers", "slots", "running")}
+        | {"heartbeat_age_seconds": float(row.heartbeat_age_seconds)}
+        for row in rows
     ]

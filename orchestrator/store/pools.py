@@ -241,6 +241,7 @@ def _readable(row: Row[Any]) -> dict[str, Any]:
     record["drain_seconds_left"] = max(float(left), 0.0) if row.status == PoolState.DRAINING and left else None
     for name in ("workers", "running", "ready_slots"):
         record[name] = int(record[name] or 0)
+    record["load_seconds"] = None if record["load_seconds"] is None else float(record["load_seconds"])
     return record
 
 

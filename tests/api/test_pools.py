@@ -219,8 +219,9 @@ def test_a_pool_is_shown_with_its_workers_and_its_oldest_running_job(api: Runnin
     hand = hire(api.db, pool="gold", slots=3)
     (claim,) = hand.claim(api.submit(pool_id="gold"))
     hand.start(claim)
-    hand.beat(busy=1, ready=3, slots=3)
+    hand.beat(busy=1, ready=3, slots=3, load_seconds=1.5)
     pool = get(api)
+    assert pool["load_seconds"] == 1.5
     assert (pool["workers"], pool["running"], pool["ready_slots"]) == (1, 1, 3)
     assert pool["oldest_running_seconds"] >= 0
     assert [member["worker_id"] for member in pool["members"]] == [hand.worker_id]
