@@ -1,6 +1,6 @@
 # `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench sim-placement chaos chaos-leases e2e lock clean servers
+.PHONY: help run test check bench sim-placement chaos chaos-leases chaos-pools e2e lock clean servers
 
 PYTHON ?= python3
 PORT ?= 8008
@@ -40,6 +40,9 @@ chaos: $(VENV)/.dev servers ## kill, freeze and cut a cluster under load, then c
 
 chaos-leases: $(VENV)/.dev servers ## 64 clients lease GPUs of a stand-in driver that fail and fill up (ARGS="--seed 7")
 	$(BIN)/python -m tests.chaos.leases $(ARGS)
+
+chaos-pools: $(VENV)/.dev servers ## change 20 pools at random while nodes and slots die; they must converge (ARGS="--minutes 5 --seed 7")
+	$(BIN)/python -m tests.chaos.pools $(ARGS)
 
 e2e: $(VENV)/.dev servers ## drive the installed commands as a user would
 	$(BIN)/pytest -m e2e $(ARGS)

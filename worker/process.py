@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,6 +39,9 @@ class SlotProcess:
     flags: Flags
     #: WORKER_ID#NUMBER: what its processes are recognised by, also after its end.
     mark: str = ""
+    born: float = field(default_factory=time.monotonic)
+    #: It has not said hello yet.
+    starting: bool = True
     ready: bool = False
     dying: bool = False
     #: It waits for what it is to load, or loads it.

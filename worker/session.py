@@ -46,6 +46,7 @@ from worker.post import Post
 from worker.preload import Preloader
 from worker.run import Batch
 from worker.slots import SlotEvents, SlotPool
+from worker.starts import Starts
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,12 @@ LOOK_EVERY_S = 0.2
 class Session:
     """One registration: creates everything that works under its worker id, and ends it in order."""
 
-    def __init__(self, settings: Settings, db: Database, hub: Hub, publisher: Publisher, post: Post) -> None:
+    def __init__(
+        self, settings: Settings, db: Database, hub: Hub, publisher: Publisher, post: Post, starts: Starts | None = None
+    ) -> None:
         self._settings = settings
         self._post = post
+        self._starts = starts
         self._db = db
         self._hub = hub
         self._publisher = publisher
@@ -109,6 +113,7 @@ class Session:
             settings.cancel_step_s,
             self._lifeline,
             self._post.model,
+            starts=self._starts,
         )
         if self._post.model is not None:
             self._preloader = Preloader(self._db, self._by, self._post.model, self._gpus, self._slots, self._write_down)

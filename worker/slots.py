@@ -24,6 +24,7 @@ from worker.lifeline import Lifeline
 from worker.post import Model
 from worker.process import SlotProcess, loading
 from worker.run import Batch, Run
+from worker.starts import PATIENCE_S, Starts
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,11 @@ class SlotPool:
         cancel_step_s: float,
         lifeline: Lifeline,
         model: Model | None = None,
+        *,
+        starts: Starts | None = None,
     ) -> None:
         self._count = count
+        self._starts = starts or Starts()
         self._model = model
         #: Slots that were evicted for others: who takes their place loads nothing before a job needs it.
         self._evicted = 0
@@ -357,7 +361,7 @@ class SlotPool:
         self._look_at_clocks()
 
     def _respawn(self) -> None:
-        while not self._closing and self._missing() and time.monotonic() >= self._respawn_at:
+        while self._may_start():
             self._started += 1
             mark = f"{self._name}#{self._started}"
             slot = SlotProcess.start(self._command, self._environment, self._lifeline, mark)
@@ -365,6 +369,15 @@ class SlotPool:
                 self._slots.append(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
             self._selector.register(slot.pidfd, selectors.EVENT_READ, slot)
+
+    def _may_start(self) -> bool:
+        return not self._closing and self._missing() and time.monotonic() >= self._respawn_at and self._starts.take()
+
+    def _started_up(self, slot: SlotProcess) -> None:
+        """It is up, or gone, or takes too long: another one may start."""
+        if slot.starting:
+            slot.starting = False
+            self._starts.give()
 
     def _missing(self) -> bool:
         return sum(not slot.leaving for slot in self._slots) < self._count
@@ -378,6 +391,7 @@ class SlotPool:
 
     def _understand(self, slot: SlotProcess, head: dict[str, Any], body: str) -> None:
         if "hello" in head:
+            self._started_up(slot)
             self.memory, self.pinned = head["hello"], frozenset(head["pinned"])
             self.batching = Batching.declared(head["batches"])
             self._seat(slot, head["classes"])
@@ -438,6 +452,7 @@ class SlotPool:
         """A slot's process ended: sweep its group, answer for its job, make room for a new one."""
         slot.kill()  # first, or children that hold its pipe could keep us reading
         self._drain(slot)
+        self._started_up(slot)
         code = slot.process.wait()
         for source in (slot.pidfd, slot.pipe):
             if source in self._selector.get_map():
@@ -473,6 +488,8 @@ class SlotPool:
         with self._changed:
             for slot in self._slots:
                 slot.look_at_clock(now)
+                if now - slot.born > PATIENCE_S:
+                    self._started_up(slot)
                 if leases_over:
                     slot.lose_lease()
                 run = slot.run

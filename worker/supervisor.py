@@ -27,6 +27,7 @@ from worker.doorbell import Listener
 from worker.post import Post
 from worker.service import Service
 from worker.session import Session
+from worker.starts import Starts
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -64,6 +65,7 @@ class Supervisor:
         #: Seconds in which somebody wants this node empty.
         self._node_leave_s: float | None = None
         self._has_node = False
+        self._starts = Starts()
 
     def stop(self) -> None:
         self._stop.set()
@@ -153,7 +155,7 @@ class Supervisor:
         )
 
     def _new_session(self, post: Post) -> Session:
-        return Session(self._settings, self._db, self._hub, self._publisher, post)
+        return Session(self._settings, self._db, self._hub, self._publisher, post, self._starts)
 
     def _leave(self) -> None:
         """All posts at once: each has its own jobs to wait for."""

@@ -192,7 +192,7 @@ def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate, ag
     A GPU that gives no answer keeps the numbers of its last sample; its health says that they are no news. Of a GPU
     that a neighbour measured later, this sample, taken `age_s` seconds ago, tells nothing: its row is left alone.
     """
-    before, ages_s = _before(conn, node_id, [gpu.uuid for gpu in sample])
+    before, ages_s = _before(conn, node_id, [gpu.uuid for gpu in sample]) if sample else ({}, {})
     sample = [gpu for gpu in sample if not 0 <= ages_s.get(gpu.uuid, age_s) < age_s]
     if not sample:
         return

@@ -88,6 +88,52 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     ),
     # Leases outlive their card.
     "loss-guard": (Edit("orchestrator/store/inventory.py", "    if lost:\n", "    if not sample:\n"),),
+    # The following are for tests.chaos.pools. A supervisor goes on with what nobody asks it for any more.
+    "vanished-orders": (
+        Edit(
+            "worker/supervisor.py",
+            "        elif not service.leaving:  # nobody wants it any more",
+            "        elif service.leaving:  # nobody wants it any more",
+        ),
+    ),
+    # The leader forgets where a pool that drains has workers, so that they hear too late how soon they must leave.
+    "drained-assignments": (
+        Edit("orchestrator/crews.py", "return (pool.assigned if pool.crews else {}), 0", "return {}, 0"),
+        Edit(
+            "worker/supervisor.py",
+            "            service.leave(self._settings.pool_drain_s)",
+            "            service.leave(600)",
+        ),
+    ),
+    # Slots outlive their supervisor.
+    "parent-death": (
+        Edit("worker/slot.py", "    wire.die_with_parent(int(parent_pid))\n", ""),
+        Edit(
+            "worker/slot.py",
+            "    except (EOFError, BrokenPipeError, ConnectionResetError):\n        return",
+            "    except (EOFError, BrokenPipeError, ConnectionResetError):\n        time.sleep(600)",
+        ),
+    ),
+    # The lease of a model outlives its slot.
+    "model-lease-leak": (
+        Edit(
+            "worker/session.py",
+            "        self._custody.after(Departure(slot, model.key, model.gpus))",
+            "        _ = Departure(slot, model.key, model.gpus)",
+        ),
+    ),
+    # Whoever has read an entry may claim it, whatever became of the pool meanwhile.
+    "closed-pool-guard": (
+        Edit(
+            "orchestrator/store/claim.py",
+            "if by.pool_id != DEFAULT_LANE and (closed := pools.closed_to_claims(conn, by.pool_id)):",
+            "if not by.pool_id and (closed := pools.closed_to_claims(conn, by.pool_id)):",
+        ),
+    ),
+    # A job that was handed back pays for the drain.
+    "charged-drain": (
+        Edit("orchestrator/store/moves.py", '_UNOWNED | _DUE | {"attempts": jobs.c.attempts - 1}', "_UNOWNED | _DUE"),
+    ),
 }
 
 

@@ -410,7 +410,7 @@ def test_a_sample_taken_before_a_lease_ended_does_not_show_its_processes_gone(db
 
 
 def test_a_sample_is_as_old_as_the_question_not_as_its_row(db):
-    node = hire(db, gpu(0))
+    node = hire(db)
     taken_at = time.monotonic() - STALE_S - 1
     db.write(lambda conn: inventory.take_stock(conn, node.worker, [gpu(0)], Gate(90), (), 60.0, taken_at=taken_at))
     (answer,) = grant(db, request(1000))

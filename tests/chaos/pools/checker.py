@@ -21,7 +21,7 @@ class Hurt:
     workers: set[str] = field(default_factory=set)
 
     def explains(self, worker_id: str) -> bool:
-        return worker_id in self.workers or int(worker_id.split(":")[1]) in self.supervisors
+        return worker_id in self.workers or any(f":{pid}:" in worker_id for pid in self.supervisors)
 
 
 def check(history: History, hurt: Hurt) -> list[Violation]:
@@ -36,7 +36,7 @@ def closed_pools_claim_nothing(view: View) -> Iterator[Violation]:
     """Claims and drains lock the pool's row, so the ids of their audit rows have the order of their commits."""
     closed: dict[str, str] = {}
     for event in view.history.audit:
-        pool_id, name = event["pool_id"], event["event_type"]
+        pool_id, name = event.get("pool_id") or "", event["event_type"]
         if name in CLOSING:
             closed.setdefault(pool_id, name)
         elif name == "pool.created":

@@ -53,6 +53,8 @@ class Plan:
     #: Seconds from the last effect until everything must be as it should be.
     settle_s: float = 10.0
     only: Sequence[Action] = tuple(ACTIONS)
+    #: Stop at the first calm in which something is wrong: enough to catch a broken build.
+    hasty: bool = False
     build: Path = ROOT
 
 
@@ -109,12 +111,13 @@ class Run:
         began = time.monotonic()
         try:
             self._begin()
-            while time.monotonic() - began < 60 * self._plan.minutes:
+            while time.monotonic() - began < 60 * self._plan.minutes and not self._had_enough:
                 self._storm()
                 self._calm("calm")
             self._load.close()
             stormed = time.monotonic()
-            self._finish()
+            if not self._had_enough:
+                self._finish()
         finally:
             self._load.close()
             stop_watching()
@@ -128,6 +131,10 @@ class Run:
         hurt = checker.Hurt(self._stage.hurt_supervisors, self._stage.hurt_workers)
         violations = checker.check(found, hurt)
         return Report(self._plan, found, violations, figures, self._calms, traces(self._stage.sites))
+
+    @property
+    def _had_enough(self) -> bool:
+        return self._plan.hasty and bool(self._recorder.incidents)
 
     # ── the storm ───────────────────────────────────────────────────────────────────────────────────────────
 

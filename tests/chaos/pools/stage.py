@@ -21,15 +21,15 @@ from tests.servers import MariaDB, Redis, free_port
 
 #: With dozens of workers on two cores heartbeats come a little later; nobody waits longer for anything else.
 TIMES: dict[str, Any] = SHORT_TIMES | {
-    "claim_idle_ms": 5000,
+    "claim_idle_ms": 6000,
     "gpu_sample_s": 1.0,
-    "gpu_stale_s": 4.0,
+    "gpu_stale_s": 6.0,
     "max_crashes": 100,
     "pool_drain_s": 3.0,
     "reconcile_interval_s": 0.5,
     "resident_min_s": 1.0,
     "worker_heartbeat_s": 1.0,
-    "worker_timeout_s": 5.0,
+    "worker_timeout_s": 6.0,
 }
 #: Tells the slots of one run from those of another on the same machine.
 RUN = "CHAOS_RUN"
