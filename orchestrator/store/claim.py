@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, case, func, literal_column, or_, select
+from sqlalchemy import ColumnElement, Connection, case, func, literal_column, or_, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.batching import Batch, gather
@@ -19,6 +19,7 @@ from orchestrator.store import audit, gpus, grants, outbox, ownership, patience,
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
+from orchestrator.store.ownership import Ownership
 from orchestrator.store.schema import jobs
 from orchestrator.store.settle import never_started, record
 
@@ -138,8 +139,8 @@ class _Offered(NamedTuple):
 def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
     if not job_ids:
         return {}
-    rows = _OFFERED.run(conn, job_ids)
-    found = (_Offered(row.job_id, row.type, row.payload, row.attempt, *json.loads(row.options)) for row in rows)
+    rows = _OFFERED.rows(conn, job_ids)
+    found = (_Offered(*columns, *json.loads(options)) for *columns, options in rows)
     return {job.job_id: job for job in found}
 
 
@@ -232,12 +233,12 @@ def _why_not(
     }
 
 
-def _is_stray(row: Row[Any], by: Claimant, held: Collection[str]) -> bool:
+def _is_stray(row: Ownership, by: Claimant, held: Collection[str]) -> bool:
     """Claimed by this very worker, which does not know of it: the answer to that commit got lost."""
     return row.status == Status.CLAIMED and row.worker_id == by.worker_id and row.job_id not in held
 
 
-def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Row[Any]]) -> None:
+def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Ownership]) -> None:
     """No slot has heard of them: a lease of their own is free, a warm model's has its model in memory as before."""
     lost = "the answer to its claim was lost"
     ends = [never_started(row.job_id, row.attempt, lost) for row in strays]

@@ -79,13 +79,13 @@ def views(conn: Connection, stale_s: float, node_id: str | None = None) -> list[
 
 def views_and_time(conn: Connection, stale_s: float, node_id: str | None) -> tuple[list[GpuView], datetime | None]:
     """The GPUs, and what time the database has; None when there are no GPUs."""
-    rows = list(_VIEWS.rows(conn, [node_id] if node_id else [], stale_s=stale_s))
+    rows = _VIEWS.rows(conn, [node_id] if node_id else [], stale_s=stale_s)
     return [GpuView(*row[:-1]) for row in rows], rows[0][-1] if rows else None
 
 
 def take(conn: Connection, uuid: str, need_mb: int, stale_s: float, key: str = "") -> bool:
     """Take memory of one GPU if it is there to be taken. A reservation by `key` is used up by this."""
-    return _TAKE.run(conn, [uuid], need=need_mb, stale_s=stale_s, key=key).rowcount == 1
+    return _TAKE.run(conn, [uuid], need=need_mb, stale_s=stale_s, key=key) == 1
 
 
 def give(conn: Connection, amounts: Mapping[str, int]) -> None:

@@ -1,8 +1,8 @@
-"""Statements of the hot path, compiled once.
+"""Statements of the hot path, compiled once and executed by the driver itself.
 
 SQLAlchemy builds and caches statements well, but what it does for every execution costs more than the statement
 itself when a job needs seven of them. A `Hot` statement is written with SQLAlchemy like any other, compiled once per
-database and length of its list, and then only filled in. Errors are wrapped as always.
+database and length of its list, and then only filled in. Listeners hear of it and errors are wrapped as always.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import ClauseElement, ColumnElement, Connection, CursorResult, Dialect, Select, Table, bindparam
+from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select, Table, bindparam
 
 #: Parameters one statement may have: SQLite's limit, which MariaDB does not reach either.
 MAX_PARAMETERS = 32_000
@@ -21,6 +21,7 @@ MAX_CHARACTERS = 2_000_000
 
 Listed = Sequence[ColumnElement[Any]]
 Processor = Callable[[Any], Any]
+Parameters = dict[str, Any] | tuple[Any, ...]
 
 
 class Hot:
@@ -30,14 +31,15 @@ class Hot:
         self._build = build
         self._compiled: dict[tuple[str, int], _Compiled] = {}
 
-    def run(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> CursorResult[Any]:
+    def run(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> int:
+        """How many rows it matched."""
         compiled = self._for(conn, ids, scalars)
-        return conn.exec_driver_sql(compiled.sql, compiled.fill(ids, scalars))
+        return _execute(conn, compiled.sql, compiled.fill(ids, scalars))[0]
 
-    def rows(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> Iterator[Sequence[Any]]:
+    def rows(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> Sequence[Sequence[Any]]:
         """What a SELECT finds, its columns of the types that they have in the schema."""
         compiled = self._for(conn, ids, scalars)
-        return compiled.convert(conn.exec_driver_sql(compiled.sql, compiled.fill(ids, scalars)))
+        return compiled.convert(_execute(conn, compiled.sql, compiled.fill(ids, scalars))[1])
 
     def _for(self, conn: Connection, ids: Sequence[str], scalars: Mapping[str, Any]) -> _Compiled:
         # Few sizes, so few texts; the last id stands in for the missing.
@@ -66,17 +68,36 @@ class _Compiled:
         self._names = names
         self._processors = _result_processors(statement, conn.dialect) if isinstance(statement, Select) else {}
 
-    def fill(self, ids: Sequence[str], scalars: Mapping[str, Any]) -> dict[str, Any] | tuple[Any, ...]:
+    def fill(self, ids: Sequence[str], scalars: Mapping[str, Any]) -> Parameters:
         padded = [*ids, *list(ids[-1:]) * (len(self._names) - len(ids))]
         values = {**self._constants, **scalars, **dict(zip(self._names, padded, strict=True))}
         return values if self._order is None else tuple(values[name] for name in self._order)
 
-    def convert(self, found: CursorResult[Any]) -> Iterator[Sequence[Any]]:
-        for row in found:
-            values = list(row)
-            for column, convert in self._processors.items():
-                values[column] = convert(values[column])
-            yield values
+    def convert(self, found: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        return [self._converted(row) for row in found] if self._processors else found
+
+    def _converted(self, row: Sequence[Any]) -> Sequence[Any]:
+        values = list(row)
+        for column, convert in self._processors.items():
+            values[column] = convert(values[column])
+        return values
+
+
+def _execute(conn: Connection, sql: str, parameters: Parameters) -> tuple[int, Sequence[Sequence[Any]]]:
+    """How many rows matched, and those that a SELECT found; whatever goes wrong is SQLAlchemy's to judge."""
+    cursor = conn.connection.cursor()
+    try:
+        for hear in conn.dispatch.before_cursor_execute:
+            sql, parameters = hear(conn, cursor, sql, parameters, None, False)
+        if not any(execute(cursor, sql, parameters, None) for execute in conn.dialect.dispatch.do_execute):
+            cursor.execute(sql, parameters)
+        answer = cursor.rowcount, cursor.fetchall() if cursor.description else ()
+    except BaseException as error:  # noqa: BLE001 - raised again, one way or another
+        # It wraps every error that comes with a statement; those that are not the driver's must stay what they are.
+        statement = sql if isinstance(error, conn.dialect.loaded_dbapi.Error) else None
+        conn._handle_dbapi_exception(error, statement, parameters, cursor, None)  # noqa: SLF001 - no other way to it
+    cursor.close()
+    return answer
 
 
 def _result_processors(statement: Select[Any], dialect: Dialect) -> dict[int, Processor]:
@@ -107,7 +128,7 @@ def insert_rows(
         if processors:
             convert = [processors.get(name) for name in used] * len(part)
             values = [value if to is None else to(value) for value, to in zip(values, convert, strict=True)]
-        conn.exec_driver_sql(f"{head}{','.join([placeholders] * len(part))}", tuple(values))
+        _execute(conn, f"{head}{','.join([placeholders] * len(part))}", tuple(values))
 
 
 def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> Iterator[Sequence[dict[str, Any]]]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ClauseElement, Connection, bindparam, delete, or_, select, update
 
@@ -81,6 +81,17 @@ def _held_shares(keys: Listed) -> ClauseElement:
     return by_key(active.with_for_update(), leases, lease_gpus)
 
 
+class _Held(NamedTuple):
+    """A lease's share of a GPU; one without a GPU has none."""
+
+    token: str
+    node_id: str | None
+    host_cpu_milli: int
+    host_memory_mb: int
+    gpu_uuid: str | None
+    memory_mb: int
+
+
 _HELD = Hot(_held_shares)
 _END = Hot(
     lambda keys: (
@@ -101,7 +112,7 @@ def lock(conn: Connection, keys: Collection[str]) -> None:
     would deadlock with them.
     """
     if keys:
-        _LOCK.run(conn, sorted(keys)).all()
+        _LOCK.run(conn, sorted(keys))
 
 
 def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
@@ -110,7 +121,7 @@ def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
     The rows stay a while (`forget`): deleting them by a list of keys here would lock, or wait for, the leases of
     others whenever the planner prefers to scan a small table.
     """
-    shares = _HELD.run(conn, keys).all() if keys else []
+    shares = [_Held(*row) for row in _HELD.rows(conn, keys)] if keys else []
     live = {share.token: share for share in shares}
     if live:
         amounts: Counter[str] = Counter()
@@ -119,7 +130,7 @@ def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
                 amounts[share.gpu_uuid] += share.memory_mb
         _END.run(conn, sorted(live), as_state=state)
         for share in sorted(live.values(), key=lambda share: share.node_id or ""):
-            if share.host_cpu_milli or share.host_memory_mb:
+            if share.node_id and (share.host_cpu_milli or share.host_memory_mb):
                 gpus.give_host(conn, share.node_id, share.host_cpu_milli, share.host_memory_mb)
         gpus.give(conn, amounts)
     return len(live)

@@ -159,7 +159,7 @@ def move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], *
         extra["lease_end"] = f":{attempt + 1}"
     statement = _statement(arrow, tuple(sorted(values)))
     given = {f"set_{column}": value for column, value in values.items()}
-    return statement.run(conn, job_ids, owned_attempt=attempt, **given, **extra).rowcount
+    return statement.run(conn, job_ids, owned_attempt=attempt, **given, **extra)
 
 
 class Attempt(Protocol):

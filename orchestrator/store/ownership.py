@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, select
 
 from orchestrator.jobs import OWNED
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs
+
+
+class Ownership(NamedTuple):
+    """Where a job stands, and all that decides about the end of an attempt."""
+
+    job_id: str
+    status: str
+    attempt: int
+    attempts: int
+    max_attempts: int
+    crashes: int
+    redrives: int
+    lane: str
+    lease_token: str | None
+    error_kind: str | None
+    worker_id: str | None
+    type: str
+    retry_base_sec: float | None
+    retry_cap_sec: float | None
+    #: Seconds since somebody asked to cancel it.
+    cancelled_s: float | None
+    overdue: bool | None
+
 
 _OWNERSHIP = Hot(
     lambda ids: by_key(
@@ -53,6 +76,7 @@ def owns(conn: Connection, job_id: str, attempt: int, worker_id: str) -> bool:
     return found.one_or_none() is not None
 
 
-def lock(conn: Connection, job_ids: Sequence[str]) -> dict[str, Row[Any]]:
+def lock(conn: Connection, job_ids: Sequence[str]) -> dict[str, Ownership]:
     """The rows of these jobs, locked until the transaction ends; unknown ones are left out."""
-    return {row.job_id: row for row in _OWNERSHIP.run(conn, job_ids)} if job_ids else {}
+    found = (Ownership(*row) for row in _OWNERSHIP.rows(conn, job_ids)) if job_ids else ()
+    return {job.job_id: job for job in found}

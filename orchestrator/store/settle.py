@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
@@ -17,6 +17,7 @@ from orchestrator.leases import MODEL_LEASE, Remains
 from orchestrator.store import audit, dead_letters, leases, ownership, residency
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
+from orchestrator.store.ownership import Ownership
 from orchestrator.store.schema import jobs, results
 
 #: Characters of an error that are kept.
@@ -184,7 +185,7 @@ _ENDED_BY = {
 }
 
 
-def _already(row: Row[Any], end: End, by: Claimant) -> Arrow | None:
+def _already(row: Ownership, end: End, by: Claimant) -> Arrow | None:
     """The arrow that this very end took before; the kind of error tells a worker's end from the leader's."""
     if (row.attempt, row.worker_id) != (end.attempt, by.owner):
         return None
@@ -192,16 +193,16 @@ def _already(row: Row[Any], end: End, by: Claimant) -> Arrow | None:
         return job_rules.STOP
     if end.outcome is Outcome.FAILED and row.error_kind != end.error_kind:
         return None
-    return _ENDED_BY.get((end.outcome, row.status))
+    return _ENDED_BY.get((end.outcome, Status(row.status)))
 
 
-def _owns(rows: Mapping[str, Row[Any]], event: Start | End, by: Claimant, states: Collection[Status]) -> bool:
+def _owns(rows: Mapping[str, Ownership], event: Start | End, by: Claimant, states: Collection[Status]) -> bool:
     """The worker counts as well as the attempt: a job that was purged and submitted again begins at attempt 1."""
     row = rows.get(event.job_id)
     return row is not None and (row.attempt, row.worker_id) == (event.attempt, by.owner) and row.status in states
 
 
-def _start(conn: Connection, by: Claimant, rows: Sequence[Row[Any]]) -> None:
+def _start(conn: Connection, by: Claimant, rows: Sequence[Ownership]) -> None:
     for attempt, ids in by_attempt(rows):
         move(conn, job_rules.START, attempt, ids, owner=by.owner)
     audit.record(conn, [job_event(job_rules.START, row.job_id, row.attempt, by, None) for row in rows])
@@ -219,16 +220,16 @@ def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.E
     return [job_event(job_rules.FINISH, end.job_id, end.attempt, by, None) for end in ends]
 
 
-def _stop(conn: Connection, by: Claimant, row: Row[Any], end: End, events: list[audit.Event]) -> Arrow:
+def _stop(conn: Connection, by: Claimant, row: Ownership, end: End, events: list[audit.Event]) -> Arrow:
     """Cancelled while it ran: however the attempt ended, its process is gone now, and nothing else counts."""
     move(conn, job_rules.STOP, row.attempt, [row.job_id], owner=by.owner)
-    details = {"stop_seconds": round(float(row.cancelled_s), 3), "ended_as": end.outcome.value}
+    details = {"stop_seconds": round(float(row.cancelled_s or 0.0), 3), "ended_as": end.outcome.value}
     events.append(job_event(job_rules.STOP, row.job_id, row.attempt, by, details))
     return job_rules.STOP
 
 
 def _end_otherwise(
-    conn: Connection, by: Claimant, row: Row[Any], end: End, policy: RetryPolicy, events: list[audit.Event]
+    conn: Connection, by: Claimant, row: Ownership, end: End, policy: RetryPolicy, events: list[audit.Event]
 ) -> Arrow:
     """Everything but success: rarer, and each with an error text of its own, so one statement a job."""
     crashes = row.crashes + (end.error_kind in job_rules.CRASHES)
