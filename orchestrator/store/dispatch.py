@@ -169,7 +169,7 @@ def _choose(conn: Connection, fetches: Sequence[Fetch], found: Mapping[str, Fetc
 def _locked(conn: Connection, offers: list[list[str]]) -> list[list[str]]:
     """Without the jobs that somebody else has in hand at this moment."""
     ids = [job_id for offer in offers for job_id in offer]
-    free = {row.job_id for row in _LOCK.run(conn, ids)} if ids else set()
+    free = {job_id for (job_id,) in _LOCK.rows(conn, ids)} if ids else set()
     return [[job_id for job_id in offer if job_id in free] for offer in offers]
 
 

@@ -14,6 +14,7 @@ from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
 from orchestrator.store import audit, job_reads, ownership, registry
 from orchestrator.store.dialect import in_order, seconds_since
 from orchestrator.store.moves import Claimant
+from orchestrator.store.ownership import Ownership
 from orchestrator.store.registry import HTTP, Fetcher
 from orchestrator.store.schema import jobs, workers
 from orchestrator.store.settle import End, Outcome, Settled, Start, record
@@ -117,7 +118,7 @@ def _hear(conn: Connection, by: Claimant, signs: Sequence[Sign], policy: RetryPo
     ]
 
 
-def _owns(row: Row[Any], sign: Sign, by: Claimant) -> bool:
+def _owns(row: Ownership, sign: Sign, by: Claimant) -> bool:
     return (row.attempt, row.worker_id) == (sign.attempt, by.owner) and row.status in OWNED
 
 
