@@ -352,10 +352,13 @@ def test_the_leader_hears_of_it_from_any_instance(api: Running, redis_server: Re
         wait_until(lambda: client.xlen(PRELOADS) == 0, what="the leader took it")
 
 
-def test_redis_may_be_away_for_all_of_this(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_may_be_away_for_all_of_this(
+    db: Database, run_api: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(*_: object) -> None:
         raise RedisUnavailable("away")
 
+    api = run_api(database_url=str(db.settings.database_url), reconcile_interval_s=3600.0)
     monkeypatch.setattr(api.orchestrator.hub, "ring", away)
     monkeypatch.setattr(api.orchestrator.hub, "ask_for_pools", away)
     create(api)
