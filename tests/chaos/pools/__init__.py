@@ -11,7 +11,8 @@ checker     what must hold of the whole history
 run         one run from the first server to the verdict
 
 A run is rounds of storm and calm. In a calm nobody changes anything and no job is submitted; pools must become what
-their rows ask for. Three times are measured in each: from the last change to that moment; from the last *effect* (a
-change, a process that came up, a job that ended: this machine may be slow to do what it was told at once) to that
-moment, which may take `settle_s`; and how long nothing changed any more after it.
+their rows ask for. Two times are measured in each: from the last change to that moment, and from the last *effect*,
+which may take `settle_s`. Effects are a change, a process that came up, a model that was loaded, a worker that came,
+left or was declared lost, and a job that ended: how long a busy machine takes to start processes says nothing of pools.
+Once everything is as it should be, nothing may change any more.
 """

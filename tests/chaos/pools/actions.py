@@ -195,7 +195,7 @@ def freeze_node(scene: Scene) -> str | None:
     alive = sorted(scene.stage.supervisors().values())
     if not alive:
         return None
-    site, seconds = scene.stage.nodes[scene.rng.choice(alive)], scene.rng.choice((1.0, 8.0))
+    site, seconds = scene.stage.nodes[scene.rng.choice(alive)], scene.rng.choice((1.0, 10.0))
     scene.stage.freeze(site, seconds)
     return f"{site.name} for {seconds} s"
 

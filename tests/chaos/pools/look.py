@@ -11,6 +11,7 @@ from orchestrator.jobs import OWNED
 from orchestrator.store.dialect import seconds_since, utc_shift
 from orchestrator.store.schema import (
     LIVE_WORKERS,
+    audit,
     gpus,
     jobs,
     lease_gpus,
@@ -45,7 +46,7 @@ class Look:
     slots: list[Slot]
     #: Supervisors that live: process id → node.
     supervisors: dict[int, str]
-    #: When a process last came up or loaded its model, or a job ended.
+    #: When a process last came up or loaded its model, a job ended, or a worker came, left or was declared lost.
     last_effect: float = 0.0
     #: The youngest row of the audit that is about a pool.
     last_pool_event: int = 0
@@ -56,18 +57,18 @@ def look(stage: Stage) -> Look:
     # Processes first: one that is written down by then has been seen, unless it is gone.
     slots, supervisors = stage.slots(), stage.supervisors()
     rows = stage.db.read(_rows)
-    effect = _last_effect(stage, slots, rows.pop("ended_s"))
+    effect = _last_effect(stage, slots, [rows.pop("ended_s"), rows.pop("came_s")])
     return Look(mono=time.monotonic(), slots=slots, supervisors=supervisors, last_effect=effect, **rows)
 
 
-def _last_effect(stage: Stage, slots: list[Slot], ended_s: float | None) -> float:
+def _last_effect(stage: Stage, slots: list[Slot], ago_s: list[Any]) -> float:
     """Now, while a process has been started and is not up yet."""
     said = handlers.read(stage.processes)
     up = {line.pid for line in said}
     if any(site.starting for site in stage.sites) or any(slot.pid not in up for slot in slots):
         return time.monotonic()
-    ended = [] if ended_s is None else [time.monotonic() - float(ended_s)]
-    return max([line.mono for line in said] + ended, default=0.0)
+    written = [time.monotonic() - float(seconds) for seconds in ago_s if seconds is not None]
+    return max([line.mono for line in said] + written, default=0.0)
 
 
 def _rows(conn: Connection) -> dict[str, Any]:
@@ -88,6 +89,9 @@ def _rows(conn: Connection) -> dict[str, Any]:
             "waiting": _by_lane(conn, jobs.c.queued.in_(("ready", "announced"))),
             "owned": _by_lane(conn, jobs.c.status.in_(sorted(OWNED))),
             "last_pool_event": conn.exec_driver_sql(_LAST_POOL_EVENT).scalar() or 0,
+            "came_s": conn.execute(
+                select(func.min(seconds_since(audit.c.ts))).where(audit.c.event_type.like("worker.%"))
+            ).scalar(),
             "ended_s": conn.execute(select(func.min(seconds_since(jobs.c.finished_at)))).scalar(),
         }
     finally:

@@ -23,7 +23,7 @@ class Wish:
     hold_seconds: int
 
     def spec(self, rng: Random) -> PoolSpec:
-        desired = rng.choices(range(MOST_WORKERS + 1), (1, 5, 3, 2))[0]
+        desired = rng.choices(range(MOST_WORKERS + 1), (1, 6, 2, 1))[0]
         return PoolSpec(
             pool_id=self.pool_id,
             type=self.type,
@@ -31,7 +31,7 @@ class Wish:
             variant=rng.choice(("fp16", "int8")),
             desired_workers=desired,
             min_workers=rng.randint(0, min(desired, 1)),
-            slots=rng.choice((1, 1, 1, 2)),
+            slots=rng.choice((1, 1, 1, 1, 2)),
             min_memory_mb=self.memory_mb,
             hold_seconds=self.hold_seconds,
         )
