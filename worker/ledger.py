@@ -2,7 +2,7 @@
 
 Whatever arrives while the last transaction is being committed goes into the next one: the ends of the jobs that
 just finished together with the claims of those that take their slots. Entries are acknowledged after the commit,
-beside the next one; a crash in between costs a delivery that the database recognises as settled.
+beside the next ones; a crash in between costs a delivery that the database recognises as settled.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 RETRY_EVERY_S = 0.5
 #: Seconds that ends wait for a claim to share their transaction, while the lane is busy.
 LINGER_S = 0.01
+#: Seconds that acknowledgements wait for those of the next commits, while the lane is busy: nobody waits for them.
+ACK_LINGER_S = 0.05
 
 
 class Note(NamedTuple):
@@ -109,7 +111,13 @@ class Ledger:
             linger=lambda: LINGER_S if claim_is_near() else 0.0,
             urgent=lambda item: isinstance(item, Offer),
         )
-        self._acks: Batcher[list[str], None] = Batcher("acknowledger", self._acknowledge, weight=len)
+        self._acks: Batcher[list[str], None] = Batcher(
+            "acknowledger",
+            self._acknowledge,
+            weight=len,
+            linger=lambda: ACK_LINGER_S if claim_is_near() else 0.0,
+            urgent=lambda _entry_ids: False,
+        )
 
     def note(self, event: Start | End | Release, entry_id: str = "") -> None:
         """Write this down soon; nobody waits for it."""

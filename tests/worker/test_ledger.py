@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
+import worker.ledger
 from orchestrator.store import schema
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import finish_all
 from orchestrator.stream.hub import Hub
+from orchestrator.stream.lane import Lane
 from tests.factories import POLICY, Hand, active_leases, done, gpu, hire, row, rows, submit
 from tests.waiting import wait_until
 from worker.ledger import Ledger
@@ -27,7 +29,12 @@ def stuck() -> threading.Event:
 
 
 @pytest.fixture
-def ledger(db, hand: Hand, redis_url: str, settings, stuck) -> Iterator[Ledger]:
+def busy() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def ledger(db, hand: Hand, redis_url: str, settings, stuck, busy) -> Iterator[Ledger]:
     hub = Hub(settings(redis_url=redis_url))
     opened = Ledger(
         db,
@@ -37,7 +44,7 @@ def ledger(db, hand: Hand, redis_url: str, settings, stuck) -> Iterator[Ledger]:
         memory_for=lambda _type: 0,
         size_of=lambda _type: 0,
         held=set,
-        claim_is_near=lambda: False,
+        claim_is_near=busy.is_set,
         on_settled=lambda _settled: None,
         on_stuck=stuck.set,
     )
@@ -71,6 +78,35 @@ def test_ends_and_claims_share_a_transaction(db, hand, ledger):
     assert isinstance(answers[second], Claim)
     wait_until(lambda: row(db, first).status == "done")
     assert [lease.job_id for lease in active_leases(db)] == [second]
+
+
+@pytest.fixture
+def acked(monkeypatch) -> list[list[str]]:
+    """What Redis was told, call by call; gathered for longer than any test takes."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(Lane, "ack", lambda _lane, entry_ids: calls.append(list(entry_ids)))
+    monkeypatch.setattr(worker.ledger, "ACK_LINGER_S", 60.0)
+    return calls
+
+
+def settle(db, hand: Hand, ledger: Ledger, entry_id: str) -> None:
+    (claim,) = hand.claim(*submit(db))
+    ledger.note(done(claim), entry_id)
+    wait_until(lambda: row(db, claim.job_id).status == "done")
+
+
+def test_a_busy_lane_gathers_acknowledgements_until_the_ledger_closes(db, hand, ledger, busy, acked):
+    busy.set()
+    settle(db, hand, ledger, "1-1")
+    settle(db, hand, ledger, "1-2")
+    assert acked == []
+    ledger.close(5.0)
+    assert acked == [["1-1", "1-2"]]
+
+
+def test_a_quiet_lane_acknowledges_at_once(db, hand, ledger, acked):
+    settle(db, hand, ledger, "1-1")
+    wait_until(lambda: acked == [["1-1"]])
 
 
 @pytest.mark.parametrize("code", [1317, 1969, 1047, 9999])
