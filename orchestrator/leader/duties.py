@@ -186,7 +186,8 @@ def enforce_limits(context: DutyContext) -> int:
     timeout = context.settings.worker_timeout_s
     # As above: signs of life, too, could not get through an outage of the database.
     unconfirmed_s = timeout if context.term.age_s > timeout else None
-    late = context.term.db.read(lambda conn: reports.overruns(conn, unconfirmed_s, BATCH))
+    # Looked up under the term: one that was replaced must hear of it also when nothing is late.
+    late = context.term.write(lambda conn: reports.overruns(conn, unconfirmed_s, BATCH))
     for by in {overrun.by.worker_id: overrun.by for overrun in late}.values():
         ends = [overrun.end for overrun in late if overrun.by.worker_id == by.worker_id]
         write = partial(record, by=by, starts=[], ends=ends, policy=context.retry_policy)
