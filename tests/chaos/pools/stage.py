@@ -19,7 +19,7 @@ from tests.chaos.sites import ROOT, SHORT_TIMES, Site
 from tests.cluster import Member
 from tests.servers import MariaDB, Redis, free_port
 
-#: Dozens of workers on two cores beat less often, and are waited for longer; nobody waits longer for the rest.
+#: Dozens of workers on two cores send heartbeats less often, and are waited for longer; nothing else is slower.
 TIMES: dict[str, Any] = SHORT_TIMES | {
     "claim_idle_ms": 8000,
     "gpu_sample_s": 2.0,
