@@ -21,7 +21,7 @@ class Room(NamedTuple):
 
 
 class Node:
-    """Changes only by `take` and `free`, which count up `version`: who remembers something of it sees that it is old."""
+    """Changes only by `take` and `free`, which count up `version`: who remembers something of it sees it is old."""
 
     __slots__ = (
         "cpu_milli",

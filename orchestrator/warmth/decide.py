@@ -14,7 +14,7 @@ DEFAULT = Terms()
 
 def decide(pools: Iterable[Pool], workers: Iterable[Worker], cluster: Cluster, terms: Terms = DEFAULT) -> Decision:
     """What to do now. The cluster is used up: what starts is taken from it."""
-    desk = _Desk(Staff(pools, workers), cluster, terms)
+    desk = _Desk(Staff(pools, workers, terms), cluster, terms)
     desk.dismiss()
     desk.grow()
     return desk.decision()
@@ -39,7 +39,7 @@ class _Desk:
             self._leave(worker, None, reason)
 
     def grow(self) -> None:
-        """Give pools what they lack, one after the other: minimum first, then by the longest wait."""
+        """Give pools what they lack, one after the other."""
         for pool in self._staff.in_line():
             while (why := self._staff.why_more(pool)) and self._one_more(pool, why):
                 pass
@@ -82,22 +82,22 @@ class _Desk:
         return self._later
 
     def _make_room(self, pool: Pool, why: str, later: Cluster) -> bool:
-        victims = evictions(later, pool.ask, list(self._candidates(pool)), self._terms.resident_min_s)
+        bid = self._staff.bid(pool)
+        candidates = list(self._candidates(pool, bid)) if bid.beats(0.0) else []
+        victims = evictions(later, pool.ask, candidates, self._terms.resident_min_s) if candidates else ()
         for victim in victims:
             self._leave(self._staff.worker(victim.key), pool.pool_id, f"{pool.pool_id} needs the room: {why}")
         return bool(victims)
 
-    def _candidates(self, pool: Pool) -> Iterator[Resident]:
-        """Who may leave for this pool: those it may ask by the rules, and whose absence costs less than its waiting."""
-        bid = worth.Bid.of(pool, self._staff.size(pool.pool_id), self._terms)
+    def _candidates(self, pool: Pool, bid: worth.Bid) -> Iterator[Resident]:
+        """Who may leave for this pool: those others can spare, and whose absence costs less than its waiting."""
         for worker, regret_s in self._staff.spare(pool):
             rival = self._staff.pools[worker.pool_id]
             if worker.state is State.IDLE and bid.beats(regret_s):
                 yield _resident(worker, regret_s)
             elif worker.state is State.BUSY and bid.overtakes(rival):
-                yield _resident(
-                    worker, worth.MOST_S + regret_s + worth.pressure(rival, self._staff.size(rival.pool_id))
-                )
+                queued_s = worth.queued_s(rival, self._staff.size(rival.pool_id))
+                yield _resident(worker, worth.WORKING_S + queued_s)
 
     def _leave(self, worker: Worker, room_for: str | None, reason: str) -> None:
         self._staff.dismiss(worker)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import exp
 
 #: Seconds after which an arrival counts only by 37 %.
-FADE_S = 600.0
+FADE_S = 3600.0
 #: Part by which a new observation moves an average.
 WEIGHT = 0.2
 

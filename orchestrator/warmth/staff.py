@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from orchestrator.warmth import worth
-from orchestrator.warmth.views import Pool, State, Worker
+from orchestrator.warmth.views import Pool, State, Terms, Worker
 
 #: Who can be spared most easily comes first.
 _EASE = {State.IDLE: 0, State.LOADING: 1, State.BUSY: 2}
 
 
 class Staff:
-    def __init__(self, pools: Iterable[Pool], workers: Iterable[Worker]) -> None:
+    def __init__(self, pools: Iterable[Pool], workers: Iterable[Worker], terms: Terms) -> None:
         # Sorted: the same facts lead to the same decision, in whatever order the database names them.
         self.pools = {pool.pool_id: pool for pool in sorted(pools, key=lambda pool: pool.pool_id)}
         self._workers = {worker.key: worker for worker in sorted(workers, key=_ease)}
@@ -23,6 +23,9 @@ class Staff:
             if not worker.leaving:
                 self._staying.setdefault(worker.pool_id, []).append(worker)
         self._expected: Counter[str] = Counter()
+        self._terms = terms
+        self._regrets: dict[tuple[str, int], float] = {}
+        self.jam_s = worth.jam_s(list(self.pools.values()), len(self._workers), terms)
 
     def worker(self, key: str) -> Worker:
         return self._workers[key]
@@ -44,9 +47,12 @@ class Staff:
         return [found for name, staying in self._staying.items() for found in _unwanted(self.pools.get(name), staying)]
 
     def in_line(self) -> list[Pool]:
-        """Pools that want more: those below their minimum first, then by the longest wait."""
+        """Pools that want more."""
         wanting = [pool for pool in self.pools.values() if self.why_more(pool)]
-        return sorted(wanting, key=lambda pool: (self.size(pool.pool_id) >= pool.min_workers, -pool.oldest_wait_s))
+        return sorted(wanting, key=lambda pool: self.bid(pool).place_in_line())
+
+    def bid(self, pool: Pool) -> worth.Bid:
+        return worth.Bid.of(pool, self.size(pool.pool_id), self.jam_s, self._terms)
 
     def why_more(self, pool: Pool) -> str | None:
         size = self.size(pool.pool_id)
@@ -54,7 +60,7 @@ class Staff:
             return None
         if size < pool.min_workers:
             return f"{size} of at least {pool.min_workers} workers"
-        if pool.waiting > self._ready(pool) and worth.crowded(pool, size):
+        if pool.waiting > self._ready(pool) and worth.crowded(pool, size, self.jam_s):
             return f"{pool.waiting} jobs wait, the oldest for {pool.oldest_wait_s:.0f} s"
         return None
 
@@ -72,7 +78,13 @@ class Staff:
             size = len(staying)
             for number, worker in enumerate(staying[: max(size - pool.min_workers, 0)]):
                 if worker.state is not State.LOADING:
-                    yield worker, worth.regret_s(pool, size - number)
+                    yield worker, self._regret_s(pool, size - number)
+
+    def _regret_s(self, pool: Pool, workers: int) -> float:
+        known = self._regrets.get((pool.pool_id, workers))
+        if known is None:
+            known = self._regrets[pool.pool_id, workers] = worth.regret_s(pool, workers)
+        return known
 
     def why_so_many(self, pool_id: str) -> str:
         pool, size = self.pools[pool_id], self.size(pool_id)
