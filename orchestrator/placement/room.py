@@ -66,6 +66,8 @@ def evictions(
         return ()
     lawful = [resident for resident in residents if not resident.pinned and resident.resident_s >= min_resident_s]
     lawful.sort(key=lambda resident: (resident.regret, -resident.idle_s, resident.key))
+    if ask.gpu_count == 1 and (alone := _first_alone(cluster, ask, lawful)):
+        return (alone,)
     homes = {gpu.gpu_uuid: gpu.node_id for gpu in cluster.gpus(ask.node_id)}
     choices = [
         choice
@@ -73,6 +75,16 @@ def evictions(
         if (choice := _fewest(cluster.nodes(node_id)[0], ask, local))
     ]
     return min(choices, key=_price, default=())
+
+
+def _first_alone(cluster: Cluster, ask: Ask, residents: Iterable[Resident]) -> Resident | None:
+    """The first whose leaving is enough: the usual case, found without looking at whole nodes."""
+    gpus = {gpu.gpu_uuid: (gpu, node) for node in cluster.nodes(ask.node_id) for gpu in node.gpus}
+    for resident in residents:
+        for gpu, node in [gpus[uuid] for uuid in resident.gpu_uuids if uuid in gpus]:
+            if refusal(gpu.without(resident.memory_mb), ask) is None and host_refusal(node.host, ask) is None:
+                return resident
+    return None
 
 
 def _price(choice: Sequence[Resident]) -> tuple[int, float, float]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from orchestrator.placement import Cluster, Placed, Resident, evictions
+from orchestrator.placement import Ask, Cluster, Placed, evictions
 from orchestrator.warmth import worth
-from orchestrator.warmth.staff import Staff
+from orchestrator.warmth.staff import Spare, Staff
 from orchestrator.warmth.views import Decision, Leave, Pool, Size, Start, State, Terms, Worker
 
 DEFAULT = Terms()
+#: Pools for which one decision has others leave. The next one, a moment later, goes on.
+MOST_ROOMS = 8
 
 
 def decide(pools: Iterable[Pool], workers: Iterable[Worker], cluster: Cluster, terms: Terms = DEFAULT) -> Decision:
@@ -32,6 +34,9 @@ class _Desk:
         self._starts: list[Start] = []
         self._leaves: list[Leave] = []
         self._notes: dict[str, str] = {}
+        self._rooms = 0
+        #: Bids that nobody left for, of pools without a worker.
+        self._failed: dict[Ask, list[worth.Bid]] = {}
 
     def dismiss(self) -> None:
         """Tell those to leave whom nobody wants, whoever else may need their room."""
@@ -82,22 +87,22 @@ class _Desk:
         return self._later
 
     def _make_room(self, pool: Pool, why: str, later: Cluster) -> bool:
+        """Have others leave for it, if that pays."""
         bid = self._staff.bid(pool)
-        candidates = list(self._candidates(pool, bid)) if bid.beats(0.0) else []
-        victims = evictions(later, pool.ask, candidates, self._terms.resident_min_s) if candidates else ()
+        if bid.most_s < 0 or self._rooms == MOST_ROOMS or self._hopeless(pool, bid):
+            return False
+        going = [spare.resident for spare in self._staff.spare() if _goes(spare, pool, bid)]
+        victims = evictions(later, pool.ask, going) if going else ()
         for victim in victims:
             self._leave(self._staff.worker(victim.key), pool.pool_id, f"{pool.pool_id} needs the room: {why}")
+        self._rooms += bool(victims)
+        if not victims and not self._staff.size(pool.pool_id):
+            self._failed.setdefault(pool.ask, []).append(bid)
         return bool(victims)
 
-    def _candidates(self, pool: Pool, bid: worth.Bid) -> Iterator[Resident]:
-        """Who may leave for this pool: those others can spare, and whose absence costs less than its waiting."""
-        for worker, regret_s in self._staff.spare(pool):
-            rival = self._staff.pools[worker.pool_id]
-            if worker.state is State.IDLE and bid.beats(regret_s):
-                yield _resident(worker, regret_s)
-            elif worker.state is State.BUSY and bid.overtakes(rival):
-                queued_s = worth.queued_s(rival, self._staff.size(rival.pool_id))
-                yield _resident(worker, worth.WORKING_S + queued_s)
+    def _hopeless(self, pool: Pool, bid: worth.Bid) -> bool:
+        """Whether one who offered no less for the same has just failed: in a long line most do."""
+        return any(bid.offers_no_more_than(failed) for failed in self._failed.get(pool.ask, ()))
 
     def _leave(self, worker: Worker, room_for: str | None, reason: str) -> None:
         self._staff.dismiss(worker)
@@ -111,5 +116,8 @@ class _Desk:
         return Decision(sizes, tuple(self._starts), tuple(self._leaves))
 
 
-def _resident(worker: Worker, regret: float) -> Resident:
-    return Resident(worker.key, worker.gpu_uuids, worker.memory_mb, worker.idle_s, worker.resident_s, regret=regret)
+def _goes(spare: Spare, taker: Pool, bid: worth.Bid) -> bool:
+    """Whether its absence costs less than the taker's waiting; of one that works, whether its own jobs can wait."""
+    if spare.pool is taker:
+        return False
+    return bid.overtakes(spare.pool) if spare.worker.state is State.BUSY else bid.beats(spare.resident.regret)

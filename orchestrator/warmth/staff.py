@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from orchestrator.placement import Resident
 from orchestrator.warmth import worth
 from orchestrator.warmth.views import Pool, State, Terms, Worker
 
 #: Who can be spared most easily comes first.
 _EASE = {State.IDLE: 0, State.LOADING: 1, State.BUSY: 2}
+
+
+class Spare(NamedTuple):
+    """A worker that may leave, at a price."""
+
+    resident: Resident
+    pool: Pool
+    worker: Worker
 
 
 class Staff:
@@ -24,7 +34,7 @@ class Staff:
                 self._staying.setdefault(worker.pool_id, []).append(worker)
         self._expected: Counter[str] = Counter()
         self._terms = terms
-        self._regrets: dict[tuple[str, int], float] = {}
+        self._spares: dict[str, list[Spare]] = {}
         self.jam_s = worth.jam_s(list(self.pools.values()), len(self._workers), terms)
 
     def worker(self, key: str) -> Worker:
@@ -40,6 +50,7 @@ class Staff:
 
     def dismiss(self, worker: Worker) -> None:
         self._staying[worker.pool_id].remove(worker)
+        self._spares.pop(worker.pool_id, None)
         self.leaving.append(worker)
 
     def unwanted(self) -> list[tuple[Worker, str]]:
@@ -69,22 +80,24 @@ class Staff:
         staying = self._staying.get(pool.pool_id, ())
         return sum(worker.state is not State.BUSY for worker in staying) + self._expected[pool.pool_id]
 
-    def spare(self, taker: Pool) -> Iterator[tuple[Worker, float]]:
-        """Workers that other pools can do without, with what their absence costs: the more of a pool go, the dearer."""
+    def spare(self) -> Iterator[Spare]:
+        """Workers that their pools could do without, by the rules."""
         for name, staying in self._staying.items():
-            pool = self.pools.get(name)
-            if pool is None or pool is taker or pool.pinned:
-                continue
-            size = len(staying)
-            for number, worker in enumerate(staying[: max(size - pool.min_workers, 0)]):
-                if worker.state is not State.LOADING:
-                    yield worker, self._regret_s(pool, size - number)
+            found = self._spares.get(name)
+            if found is None:
+                pool = self.pools.get(name)
+                found = self._spares[name] = list(self._spare_of(pool, staying)) if pool and not pool.pinned else []
+            yield from found
 
-    def _regret_s(self, pool: Pool, workers: int) -> float:
-        known = self._regrets.get((pool.pool_id, workers))
-        if known is None:
-            known = self._regrets[pool.pool_id, workers] = worth.regret_s(pool, workers)
-        return known
+    def _spare_of(self, pool: Pool, staying: list[Worker]) -> Iterator[Spare]:
+        """The more of a pool go, the dearer the next."""
+        size = len(staying)
+        for number, worker in enumerate(staying[: max(size - pool.min_workers, 0)]):
+            if worker.state is State.LOADING or worker.resident_s < self._terms.resident_min_s:
+                continue
+            busy = worker.state is State.BUSY
+            price = worth.WORKING_S + worth.queued_s(pool, size) if busy else worth.regret_s(pool, size - number)
+            yield Spare(_resident(worker, price), pool, worker)
 
     def why_so_many(self, pool_id: str) -> str:
         pool, size = self.pools[pool_id], self.size(pool_id)
@@ -99,6 +112,10 @@ class Staff:
             if pool.waiting
             else f"held: nobody needs their room, idle for less than {pool.hold_s:.0f} s"
         )
+
+
+def _resident(worker: Worker, price: float) -> Resident:
+    return Resident(worker.key, worker.gpu_uuids, worker.memory_mb, worker.idle_s, worker.resident_s, regret=price)
 
 
 def _ease(worker: Worker) -> tuple[int, float, str]:

@@ -3,30 +3,32 @@
 Both are seconds, of loading and of waiting. While queues are short, a second counts the same here and there: a pool
 may have an idle model unloaded as soon as its jobs have waited, together, for as long as the swap is expected to cost.
 
-A jam is the work that waits for each worker beyond what patience covers. In a jam a load delays everybody who waits,
-so loads get dearer, and pools wait until more of their jobs can share one. Nobody complains of what one fair queue
-would make him wait too; who waits for much longer goes first.
+A jam is the work that waits for each worker beyond what a rush of minutes brings. In a jam a load delays everybody
+who waits, so loads get dearer, and pools wait until more of their jobs can share one. Nobody complains of what one
+fair queue would make him wait too; who waits for much longer goes first.
 """
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 from orchestrator.warmth.views import Pool, Terms
 
+#: Times `patience_s` of work that may wait for each worker before it is a jam.
+JAM_FROM = 2.0
 #: Seconds ahead for which it matters whether a model is asked for again.
-AHEAD_S = 300.0
+AHEAD_S = 1200.0
 #: Waiting that is accepted, as a part of the load time it saves, before a model is loaded in another's place.
 THRIFT = 0.5
 #: A pool gets another worker when those it has would need so many load times for what waits ...
 CROWDED = 5.0
 #: ... and so many jams: what waits for one worker of this pool is then far more than what waits for others.
 UNFAIR = 3.0
-#: A load costs its time once more for so many seconds of jam.
-DEARER_S = 5.0
+#: A load costs its time once more for every so many seconds of jam.
+DEARER_S = 1.0
 #: A pool without a worker is overdue when its oldest job has waited for `patience_s` and so many jams.
-LATE = 2.0
+LATE = 4.0
 #: An overdue pool has a working model sent away whose own oldest job has waited less, by this part ...
 SLACK = 0.6
 #: ... or by so many seconds: a rival whose queue only grows is overtaken too.
@@ -65,7 +67,17 @@ class Bid(NamedTuple):
         return not (self.owed and not self.overdue), not self.overdue, -urgency
 
     def beats(self, regret_s: float) -> bool:
-        return self.owed or self.waited_s >= (regret_s + THRIFT * self.load_s) * self.price
+        return regret_s <= self.most_s
+
+    @property
+    def most_s(self) -> float:
+        """The regret up to which it may ask others to leave; below zero while a load would not pay at all."""
+        return inf if self.owed else self.waited_s / self.price - THRIFT * self.load_s
+
+    def offers_no_more_than(self, other: Bid) -> bool:
+        return (self.most_s, self.overdue) <= (other.most_s, other.overdue) and (
+            self.oldest_wait_s <= other.oldest_wait_s or not self.overdue
+        )
 
     def overtakes(self, rival: Pool) -> bool:
         """Whether a worker of that pool should leave its own jobs to others, or to later."""
@@ -78,9 +90,9 @@ def due_s(jam_s: float, terms: Terms) -> float:
 
 
 def jam_s(pools: list[Pool], workers: int, terms: Terms) -> float:
-    """Seconds of work that wait for each worker, beyond the patience."""
+    """Seconds of work that wait for each worker, beyond what is usual in a rush."""
     work_s = sum(pool.waiting * pool.run_s for pool in pools if pool.waiting and not pool.drained)
-    return max(work_s / max(workers, 1) - terms.patience_s, 0.0)
+    return max(work_s / max(workers, 1) - JAM_FROM * terms.patience_s, 0.0)
 
 
 def waited_s(pool: Pool) -> float:

@@ -6,7 +6,7 @@ worker without work) and, while jobs wait, every few seconds, as the leader does
 
 import heapq
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -22,6 +22,7 @@ GPUS_OF_A_NODE = 8
 #: Seconds between two decisions without a bell. The leader is quicker; it would only take the replay longer.
 TICK_S = 5.0
 
+TERMS = Terms()
 Decide = Callable[[list[Pool], list[Worker], Cluster, Terms], Decision]
 
 
@@ -61,7 +62,7 @@ class Lane:
 
 
 class Simulation:
-    def __init__(self, gpus: int, load_s: Loads, terms: Terms = Terms(), decide: Decide = decide) -> None:
+    def __init__(self, gpus: int, load_s: Loads, terms: Terms = TERMS, decide: Decide = decide) -> None:
         self.slots: list[Slot | None] = [None] * gpus
         self.lanes = {model: Lane(model, seconds) for model, seconds in load_s.items()}
         self.terms = terms

@@ -47,9 +47,7 @@ def pace(some: list[Request], gpus: int, load_s: Loads, busy: float) -> float:
     low, high = 0.01, 1000.0
     for _ in range(30):
         middle = (low * high) ** 0.5
-        low, high = (
-            (middle, high) if fifo(compressed(some, middle), gpus, load_s).busy < busy else (low, middle)
-        )
+        low, high = (middle, high) if fifo(compressed(some, middle), gpus, load_s).busy < busy else (low, middle)
     return low
 
 
