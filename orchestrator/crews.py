@@ -74,6 +74,11 @@ class PoolView:
     spawned: int = 0
     reason: str | None = None
     metadata: dict[str, Any] | None = None
+    autosize: bool = False
+    #: Most workers that it may size itself to.
+    maximum: int = 0
+    #: By node, slots that were asked to leave: the place of their worker goes with them.
+    parting: dict[str, int] = field(default_factory=dict)
 
     @property
     def ready(self) -> int:
@@ -193,10 +198,19 @@ def _spread(
 
 
 def _least_useful(pool: PoolView, counts: Counter[str]) -> str:
-    """The node from which a worker is missed least: not ready before ready, idle before busy, the fuller one."""
+    """The node from which a worker is missed least: leaving, not ready, idle before others; then the fuller one."""
     busy = Counter({crew.node_id: crew.busy for crew in pool.crews if crew.revision == pool.revision})
     some = [node_id for node_id, count in counts.items() if count]
-    return min(some, key=lambda n: (_ready_at(pool, n) >= counts[n] * pool.slots, busy[n] / counts[n], -counts[n], n))
+    return min(
+        some,
+        key=lambda n: (
+            not pool.parting.get(n),
+            _ready_at(pool, n) >= counts[n] * pool.slots,
+            busy[n] / counts[n],
+            -counts[n],
+            n,
+        ),
+    )
 
 
 def _ready_at(pool: PoolView, node_id: str) -> int:

@@ -128,6 +128,8 @@ class Remains(Enum):
     NOTHING = "nothing"
     #: What was there before, since the job never started: nothing, or the warm model it was to run on.
     UNUSED = "unused"
+    #: A model that was loaded just now, before any job: it is idle.
+    LOADED = "loaded"
     #: Processes that are on their way out, or that nobody can see: the lease lasts until they are gone.
     PROCESSES = "processes"
     #: A warm model, which keeps the lease for the next job.

@@ -63,7 +63,7 @@ class Preloader:
     def loaded(self, model: ResidentSlot | None) -> None:
         self.trouble = None
         if model is not None:
-            self._note(Release(model.key, Left(Remains.UNUSED)))  # idle from now on
+            self._note(Release(model.key, Left(Remains.LOADED)))
 
     def failed(self, error: str) -> None:
         self.trouble = error

@@ -14,6 +14,7 @@ from functools import partial
 from orchestrator import jobs as job_rules
 from orchestrator.errors import RedisUnavailable, UnknownDuty
 from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
+from orchestrator.leader.autosize import Autosize
 from orchestrator.leader.reconcile import reconcile_pools
 from orchestrator.leader.replicas import Replicas
 from orchestrator.leader.term import Term
@@ -51,6 +52,7 @@ class DutyContext:
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.settings)
+        self.autosize = Autosize(self.settings)
 
     @property
     def retry_policy(self) -> RetryPolicy:
@@ -172,7 +174,7 @@ def _forget_consumers(context: DutyContext, lane: Lane) -> None:
 
 def reconcile(context: DutyContext) -> int:
     """Compare every pool with its workers and write what each node should run; nodes hear of it by the doorbell."""
-    changed = reconcile_pools(context.term, context.settings, context.replicas)
+    changed = reconcile_pools(context.term, context.settings, context.replicas, context.autosize)
     if changed:
         context.hub.ring("pools")
     return len(changed)

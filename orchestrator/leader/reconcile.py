@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from orchestrator.crews import Plan, PoolView, plan
+from orchestrator.leader.autosize import Autosize
 from orchestrator.leader.replicas import Replicas
 from orchestrator.leader.term import Term
 from orchestrator.placement import Cluster
@@ -18,14 +19,16 @@ from orchestrator.settings import Settings
 from orchestrator.store import crews, gpus
 
 
-def reconcile_pools(term: Term, settings: Settings, replicas: Replicas) -> list[str]:
+def reconcile_pools(term: Term, settings: Settings, replicas: Replicas, autosize: Autosize) -> list[str]:
     """The pools whose rows or assignments changed."""
     pools = term.db.read(crews.look)
     if not pools:
         return []
     nodes = term.db.read(lambda conn: crews.node_views(conn, settings.worker_timeout_s))
     cluster = Cluster(term.db.read(lambda conn: gpus.views(conn, settings.gpu_stale_s)))
-    plans = [_provided(term, pool, decided, replicas) for pool, decided in _pairs(pools, plan(pools, nodes, cluster))]
+    pools, sizes = autosize.look(term, pools, Cluster(cluster.gpus()))
+    planned = _pairs(pools, plan(pools, nodes, cluster, sizes))
+    plans = [_provided(term, pool, decided, replicas) for pool, decided in planned]
     return [
         pool.pool_id
         for pool, decided in _pairs(pools, plans)

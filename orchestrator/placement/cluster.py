@@ -8,7 +8,7 @@ since that shape was asked last.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -93,11 +93,22 @@ class Cluster:
         ranking = self._ranking(ask, policy, mix)
         return ranking.best() or self._refuse(ask, ranking)
 
+    def fits(self, ask: Ask) -> bool:
+        """Whether `place` would find room."""
+        return any(node.fits(ask) for node in self.nodes(ask.node_id))
+
     def take(self, ask: Ask, placed: Placed) -> None:
         """Later asks see that `placed` is given away."""
         position = self._position[placed.node_id]
         self._nodes[position].take(ask, placed.gpus)
         self._changed.append(position)
+
+    def free(self, gpu_uuids: Collection[str], memory_mb: int) -> None:
+        """Later asks see so much more room on each of these GPUs: what they hold is about to leave."""
+        for position, node in enumerate(self._nodes):
+            if any(gpu.gpu_uuid in gpu_uuids for gpu in node.gpus):
+                node.free(gpu_uuids, memory_mb)
+                self._changed.append(position)
 
     def _best_of(self, nodes: Sequence[Node], ask: Ask, policy: Policy, mix: Mix) -> Placed | None:
         choices = [(choose(node, ask, policy, mix, self._scale), node) for node in nodes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class Room(NamedTuple):
 
 
 class Node:
-    """Changes only by `take`, which counts up `version`: whoever remembers something of it sees that it is old."""
+    """Changes only by `take` and `free`, which count up `version`: who remembers something of it sees it is old."""
 
     __slots__ = (
         "cpu_milli",
@@ -43,9 +43,13 @@ class Node:
         self.host = host
         #: Scores take a node's GPUs to be of one model; whether a GPU fits is decided by its own.
         self.model = self.gpus[0].name if self.gpus else ""
+        self.version = 0
+        self._look()
+        self._sum_up()
+
+    def _look(self) -> None:
         #: Nothing but a lack of memory can keep a request from its GPUs.
         self.plain = all(gpu.in_service and gpu.reserved_for is None for gpu in self.gpus)
-        self.version = 0
         self.rooms = sorted(
             [
                 Room(free_mb, position, gpu.name, gpu.reserved_for)
@@ -53,7 +57,6 @@ class Node:
                 if gpu.in_service and (free_mb := gpu.free_mb) >= 0
             ]
         )
-        self._sum_up()
 
     def _sum_up(self) -> None:
         """Derive what scores need again and again."""
@@ -98,6 +101,15 @@ class Node:
                 None if cpu_milli is None else cpu_milli - ask.cpu_milli,
                 None if memory_mb is None else memory_mb - ask.host_memory_mb,
             )
+        self.version += 1
+        self._sum_up()
+
+    def free(self, uuids: Collection[str], memory_mb: int) -> None:
+        """As if so much were no longer leased on each of these GPUs. A gate closed for their sake opens."""
+        for position, gpu in enumerate(self.gpus):
+            if gpu.gpu_uuid in uuids:
+                self.gpus[position] = gpu.without(memory_mb)
+        self._look()
         self.version += 1
         self._sum_up()
 

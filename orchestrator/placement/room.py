@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from orchestrator.placement.cluster import Cluster, Placed
+from orchestrator.placement.cluster import Cluster
 from orchestrator.placement.node import Node
 from orchestrator.placement.views import Ask, GpuView, host_refusal, refusal
 
@@ -18,7 +18,7 @@ LARGEST_TO_TRY = 3
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A warm model that does nothing at the moment."""
+    """A warm model that may be unloaded: it does nothing at the moment, or (for `warmth`) is let finish first."""
 
     key: str
     gpu_uuids: tuple[str, ...]
@@ -27,6 +27,8 @@ class Resident:
     idle_s: float
     resident_s: float
     pinned: bool = False
+    #: What its absence is expected to cost, in whatever unit the caller counts: the cheapest go first.
+    regret: float = 0.0
 
 
 def reservation(cluster: Cluster, ask: Ask) -> tuple[GpuView, ...] | None:
@@ -55,22 +57,38 @@ def _lack(gpu: GpuView, ask: Ask) -> tuple[bool, int, int]:
 def evictions(
     cluster: Cluster, ask: Ask, residents: Sequence[Resident], min_resident_s: float = 0.0
 ) -> tuple[Resident, ...]:
-    """The fewest idle models whose unloading lets the request fit, those longest idle first.
+    """The fewest idle models whose unloading lets the request fit, the cheapest first, then those longest idle.
 
     Empty when nothing is needed or nothing would help. Pinned models stay, and so do those that were loaded less than
     `min_resident_s` ago: unloading them again would only move the waiting.
     """
-    if isinstance(cluster.place(ask), Placed):
+    if cluster.fits(ask):
         return ()
     lawful = [resident for resident in residents if not resident.pinned and resident.resident_s >= min_resident_s]
-    lawful.sort(key=lambda resident: (-resident.idle_s, resident.key))
+    lawful.sort(key=lambda resident: (resident.regret, -resident.idle_s, resident.key))
+    if ask.gpu_count == 1 and (alone := _first_alone(cluster, ask, lawful)):
+        return (alone,)
     homes = {gpu.gpu_uuid: gpu.node_id for gpu in cluster.gpus(ask.node_id)}
     choices = [
         choice
         for node_id, local in _by_home(lawful, homes).items()
         if (choice := _fewest(cluster.nodes(node_id)[0], ask, local))
     ]
-    return min(choices, key=lambda choice: (len(choice), -min(one.idle_s for one in choice)), default=())
+    return min(choices, key=_price, default=())
+
+
+def _first_alone(cluster: Cluster, ask: Ask, residents: Iterable[Resident]) -> Resident | None:
+    """The first whose leaving is enough: the usual case, found without looking at whole nodes."""
+    gpus = {gpu.gpu_uuid: (gpu, node) for node in cluster.nodes(ask.node_id) for gpu in node.gpus}
+    for resident in residents:
+        for gpu, node in [gpus[uuid] for uuid in resident.gpu_uuids if uuid in gpus]:
+            if refusal(gpu.without(resident.memory_mb), ask) is None and host_refusal(node.host, ask) is None:
+                return resident
+    return None
+
+
+def _price(choice: Sequence[Resident]) -> tuple[int, float, float]:
+    return len(choice), sum(one.regret for one in choice), -min(one.idle_s for one in choice)
 
 
 def _by_home(residents: Iterable[Resident], homes: Mapping[str, str]) -> dict[str, list[Resident]]:
@@ -107,10 +125,5 @@ def _fits_without(node: Node, ask: Ask, gone: Iterable[Resident]) -> bool:
     freed: Counter[str] = Counter()
     for resident in gone:
         freed.update(dict.fromkeys(resident.gpu_uuids, resident.memory_mb))
-    fitting = sum(refusal(_after(gpu, freed[gpu.gpu_uuid]), ask) is None for gpu in node.gpus)
+    fitting = sum(refusal(gpu.without(freed[gpu.gpu_uuid]), ask) is None for gpu in node.gpus)
     return fitting >= ask.gpu_count and host_refusal(node.host, ask) is None
-
-
-def _after(gpu: GpuView, freed_mb: int) -> GpuView:
-    """A closed gate opens when models leave. If they stayed because of it, it would never open."""
-    return gpu._replace(leased_mb=max(gpu.leased_mb - freed_mb, 0), gated=gpu.gated and not freed_mb)

@@ -55,6 +55,10 @@ class GpuView(NamedTuple):
     def with_lease(self, memory_mb: int) -> GpuView:
         return self._replace(leased_mb=self.leased_mb + memory_mb)
 
+    def without(self, memory_mb: int) -> GpuView:
+        """A closed gate opens when models leave. If they stayed because of it, it would never open."""
+        return self._replace(leased_mb=max(self.leased_mb - memory_mb, 0), gated=self.gated and not memory_mb)
+
 
 @dataclass(frozen=True, slots=True)
 class HostView:

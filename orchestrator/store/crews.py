@@ -56,6 +56,8 @@ def _view(row: Row[Any], in_demand: bool, assigned: Assignments, crews: list[Cre
         row.spawned_workers,
         row.status_reason,
         read_metadata(row.metadata),
+        bool(row.autosize),
+        row.desired_workers if row.max_workers is None else row.max_workers,
     )
 
 

@@ -76,6 +76,17 @@ def vacate(conn: Connection, key: str, job_id: str) -> None:
     conn.execute(mine.where(leases.c.job_id == job_id).values(job_id=None, idle_since=utc_now()))
 
 
+def loaded(conn: Connection, key: str) -> None:
+    """A model that no job asked for yet is in memory now, and idle."""
+    fresh = (
+        leases.c.token == key,
+        leases.c.state == "active",
+        leases.c.job_id.is_(None),
+        leases.c.idle_since.is_(None),
+    )
+    conn.execute(by_key(update(leases)).where(*fresh, leases.c.resident).values(idle_since=utc_now()))
+
+
 def pinned_mb(conn: Connection, node_id: str) -> dict[str, int]:
     """By GPU of this node, what models hold that leave for nobody."""
     rows = conn.execute(
@@ -115,13 +126,14 @@ class IdleModels:
             self._idle = _idle(self._conn, self._node_id)
         chosen = evictions(cluster, ask, self._idle, self._min_s) if self._idle else ()
         self._idle = [resident for resident in self._idle if resident not in chosen]
-        return _tell_to_leave(self._conn, [resident.key for resident in chosen])
+        return ask_to_leave(self._conn, [resident.key for resident in chosen])
 
 
-def _tell_to_leave(conn: Connection, keys: Sequence[str]) -> int:
-    """Whoever holds a row is about to use or to end it, and is not waited for.
+def ask_to_leave(conn: Connection, keys: Sequence[str]) -> int:
+    """Have idle models leave; how many were asked. Their workers hear of it.
 
-    That keeps this free of deadlocks: all others lock leases before GPUs, and here GPUs may be locked already.
+    Whoever holds a row is about to use or to end it, and is not waited for. That keeps this free of deadlocks: all
+    others lock leases before GPUs, and here GPUs may be locked already.
     """
     if not keys:
         return 0

@@ -169,6 +169,8 @@ def end_leases(conn: Connection, keys: Sequence[tuple[str, Left]]) -> None:
         elif left.remains is Remains.MODEL:
             model = residency.Model(left.key, left.slot, left.type, left.model_id, left.pinned)
             residency.keep(conn, key, model)
+        elif left.remains is Remains.LOADED:
+            residency.loaded(conn, key)
         elif left.remains is Remains.UNUSED and key.startswith(MODEL_LEASE):
             residency.vacate(conn, key, left.job_id)
         else:

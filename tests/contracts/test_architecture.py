@@ -64,6 +64,7 @@ ABOVE = {
     ),
     "orchestrator/leader/": ("orchestrator.daemon", "orchestrator.api", "orchestrator.cli"),
     "orchestrator/placement/": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader"),
+    "orchestrator/warmth/": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader"),
     **{
         f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
         for pure in (

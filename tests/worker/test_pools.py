@@ -115,6 +115,7 @@ def test_a_pool_is_warm_before_its_first_job_and_loads_once(cluster, orchestrato
     until(cluster, warm(1))
     assert [load[:3] for load in loads()] == [["m1", "lora-1", "fp16"]]
     assert [lease.model_id for lease in models(cluster)] == ["m1"]
+    wait_until(lambda: models(cluster)[0].idle_since is not None, what="it is known to be idle")
     results = [cluster.wait_for(submit(orchestrator, "answer", {}, pool_id="chat"), "done")["result"] for _ in range(3)]
     assert {(result["model"], result["variant"], result["pid"]) for result in results} == {
         ("m1", "fp16", int(loads()[0][3]))
@@ -353,3 +354,14 @@ def test_a_worker_that_somebody_else_started_swaps_without_a_gap(cluster, orches
     until(cluster, swapped)
     assert min(seen) >= 1, seen
     assert cluster.wait_for(submit(orchestrator, "answer", {}, pool_id="chat"), "done")["result"]["model"] == "m2"
+
+
+def test_a_pool_that_sizes_itself_grows_with_its_backlog_and_shrinks_again(cluster, orchestrator, start):
+    start()
+    create(cluster, desired_workers=1, max_workers=3, min_memory_mb=4000, hold_seconds=1, autosize=True)
+    jobs = [submit(orchestrator, "answer", {"seconds": 1}, pool_id="chat") for _ in range(12)]
+    until(cluster, lambda row: row["ready_slots"] >= 2)
+    for job in jobs:
+        assert cluster.wait_for(job, "done")["attempt"] == 1
+    until(cluster, lambda row: row["workers"] == 0)
+    wait_until(lambda: leased(cluster) == 0, what="its memory is free")
