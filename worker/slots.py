@@ -226,6 +226,8 @@ class SlotPool:
         with self._changed:
             if self._closing:
                 return  # its pipe may be another's by now
+            # The places of those that were evicted go first; who comes in addition is to be warm.
+            self._evicted = 0 if count > self._count else max(self._evicted + count - self._count, 0)
             self._count = count
             staying = [slot for slot in self._slots if not (slot.leaving or slot.dying)]
             for slot in sorted(staying, key=_usefulness)[: max(len(staying) - count, 0)]:
