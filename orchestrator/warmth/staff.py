@@ -71,7 +71,7 @@ class Staff:
             return None
         if size < pool.min_workers:
             return f"{size} of at least {pool.min_workers} workers"
-        if pool.waiting > self._ready(pool) and worth.crowded(pool, size, self.jam_s):
+        if pool.waiting > self._ready(pool) and worth.crowded(pool, size):
             return f"{pool.waiting} jobs wait, the oldest for {pool.oldest_wait_s:.0f} s"
         return None
 

@@ -21,9 +21,9 @@ JAM_FROM = 2.0
 AHEAD_S = 1200.0
 #: Waiting that is accepted, as a part of the load time it saves, before a model is loaded in another's place.
 THRIFT = 0.5
-#: A pool gets another worker when those it has would need so many load times for what waits ...
+#: A pool wants another worker when those it has would need so many load times for what waits. Others leave for it only
 CROWDED = 5.0
-#: ... and so many jams: what waits for one worker of this pool is then far more than what waits for others.
+#: if they would also need so many jams: what waits for one of its workers is then far more than what waits for others.
 UNFAIR = 3.0
 #: A load costs its time once more for every so many seconds of jam.
 DEARER_S = 1.0
@@ -49,6 +49,8 @@ class Bid(NamedTuple):
     owed: bool
     #: Working ones leave too, if their own jobs wait for less.
     overdue: bool
+    #: It has its share: it takes room that is free, last of all, and nobody leaves for it.
+    content: bool
 
     @classmethod
     def of(cls, pool: Pool, workers: int, jam_s: float, terms: Terms) -> Bid:
@@ -56,15 +58,16 @@ class Bid(NamedTuple):
         # A further worker spares only a part of the waiting.
         waited = waited_s(pool) / (workers + 1)
         owed = overdue or workers < pool.min_workers
-        return cls(waited, pool.oldest_wait_s, pool.load_s, 1.0 + jam_s / DEARER_S, owed, overdue)
+        content = not owed and workers > 0 and queued_s(pool, workers) <= CROWDED * pool.load_s + UNFAIR * jam_s
+        return cls(waited, pool.oldest_wait_s, pool.load_s, 1.0 + jam_s / DEARER_S, owed, overdue, content)
 
-    def place_in_line(self) -> tuple[bool, bool, float]:
+    def place_in_line(self) -> tuple[bool, bool, bool, float]:
         """First who is owed a minimum, then who is overdue, longest first, then by how soon the waiting pays a load.
 
         Whoever has somebody sent away must still be first when the room is free: else others take it, and more leave.
         """
         urgency = self.oldest_wait_s if self.overdue else self.waited_s / max(self.load_s, 0.1)
-        return not (self.owed and not self.overdue), not self.overdue, -urgency
+        return not (self.owed and not self.overdue), not self.overdue, self.content, -urgency
 
     def beats(self, regret_s: float) -> bool:
         return regret_s <= self.most_s
@@ -72,7 +75,9 @@ class Bid(NamedTuple):
     @property
     def most_s(self) -> float:
         """The regret up to which it may ask others to leave; below zero while a load would not pay at all."""
-        return inf if self.owed else self.waited_s / self.price - THRIFT * self.load_s
+        if self.owed or self.content:
+            return inf if self.owed else -inf
+        return self.waited_s / self.price - THRIFT * self.load_s
 
     def offers_no_more_than(self, other: Bid) -> bool:
         return (self.most_s, self.overdue) <= (other.most_s, other.overdue) and (
@@ -100,9 +105,9 @@ def waited_s(pool: Pool) -> float:
     return pool.oldest_wait_s * (pool.waiting + 1) / 2
 
 
-def crowded(pool: Pool, workers: int, jam_s: float) -> bool:
+def crowded(pool: Pool, workers: int) -> bool:
     """Whether a further worker would be loaded long before the present ones are done with what waits."""
-    return workers == 0 or queued_s(pool, workers) > CROWDED * pool.load_s + UNFAIR * jam_s
+    return workers == 0 or queued_s(pool, workers) > CROWDED * pool.load_s
 
 
 def queued_s(pool: Pool, workers: int) -> float:
