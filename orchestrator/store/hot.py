@@ -85,6 +85,8 @@ class _Compiled:
 
 def _execute(conn: Connection, sql: str, parameters: Parameters) -> tuple[int, Sequence[Sequence[Any]]]:
     """How many rows matched, and those that a SELECT found; whatever goes wrong is SQLAlchemy's to judge."""
+    if not conn.in_transaction():
+        conn.begin()  # as every other execution does, so that a rollback knows of it
     cursor = conn.connection.cursor()
     try:
         for hear in conn.dispatch.before_cursor_execute:

@@ -269,6 +269,7 @@ def test_while_nothing_changes_decisions_come_to_rest(scene):
     """No flapping: what one decision starts, no later one of the same demand sends away again and again."""
     pools, workers = scene
     number = 0
+    decision = decided(pools, workers, GPUS)
     for _ in range(30):
         decision = decided(pools, workers, GPUS)
         if not decision.starts and not decision.leaves and not any(one.leaving for one in workers):
