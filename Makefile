@@ -1,6 +1,6 @@
 # `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench sim-placement chaos chaos-leases chaos-pools e2e lock clean servers
+.PHONY: help run test check bench sim-placement sim-warm chaos chaos-leases chaos-pools e2e lock clean servers
 
 PYTHON ?= python3
 PORT ?= 8008
@@ -34,6 +34,9 @@ bench: $(VENV)/.dev servers ## measure throughput, and its ratio to what the mac
 
 sim-placement: $(VENV)/.dev ## how much of a production cluster each placement policy can use (ARGS="--seeds 3"; needs ../shared/data)
 	$(BIN)/python -m tests.sim.placement $(ARGS)
+
+sim-warm: $(VENV)/.dev ## how often models are loaded and how long jobs wait, on a production trace (ARGS="--gpus 8 --plot warm.svg"; needs ../shared/data)
+	$(BIN)/python -m tests.sim.warm $(ARGS)
 
 chaos: $(VENV)/.dev servers ## kill, freeze and cut a cluster under load, then check every invariant (ARGS="--minutes 60 --seed 7")
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -31,6 +31,9 @@ class _Desk:
         self._terms = terms
         #: The cluster as it will be when all that leave have left; built when somebody needs it.
         self._later: Cluster | None = None
+        #: What was asked for in vain; in a long line most ask for the same.
+        self._full: set[Ask] = set()
+        self._full_later: set[Ask] = set()
         self._starts: list[Start] = []
         self._leaves: list[Leave] = []
         self._notes: dict[str, str] = {}
@@ -51,10 +54,10 @@ class _Desk:
 
     def _one_more(self, pool: Pool, why: str) -> bool:
         """Whether it gets one: there is room, it is being made, or others make it now."""
-        if self._cluster.fits(pool.ask):
+        if _fits(self._cluster, pool.ask, self._full):
             return self._start(pool, why)
         later = self._when_all_left()
-        if not later.fits(pool.ask) and not self._make_room(pool, why, later):
+        if not _fits(later, pool.ask, self._full_later) and not self._make_room(pool, why, later):
             self._notes[pool.pool_id] = f"{why}; no room, and nobody who would leave for that yet"
             return False
         self._promise(pool, later)
@@ -107,6 +110,7 @@ class _Desk:
     def _leave(self, worker: Worker, room_for: str | None, reason: str) -> None:
         self._staff.dismiss(worker)
         self._leaves.append(Leave(worker.key, worker.pool_id, worker.state is State.IDLE, room_for, reason))
+        self._full_later.clear()
         if self._later:
             self._later.free(worker.gpu_uuids, worker.memory_mb)
 
@@ -114,6 +118,15 @@ class _Desk:
         staff = self._staff
         sizes = {name: Size(staff.size(name), self._notes.get(name) or staff.why_so_many(name)) for name in staff.pools}
         return Decision(sizes, tuple(self._starts), tuple(self._leaves))
+
+
+def _fits(cluster: Cluster, ask: Ask, in_vain: set[Ask]) -> bool:
+    if ask in in_vain:
+        return False
+    if cluster.fits(ask):
+        return True
+    in_vain.add(ask)
+    return False
 
 
 def _goes(spare: Spare, taker: Pool, bid: worth.Bid) -> bool:
