@@ -81,6 +81,10 @@ class Intake:
         """Take nothing more. Returns at once; a blocked read ends within redis_block_ms."""
         self._stop.set()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def join(self) -> None:
         if self._thread.is_alive():
             self._thread.join(self._settings.redis_timeout_s + self._settings.db_timeout_s)

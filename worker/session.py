@@ -221,14 +221,10 @@ class Session:
             self._keepalive.poke()
 
     def leave(self, grace_s: float) -> None:
-        """Take no more jobs, from now on; `end` waits until then for those that run. Said again, it counts anew.
-
-        Slots that run nothing go at once: their memory need not wait for the longest job.
-        """
+        """Take no more jobs, from now on; `end` waits until then for those that run. Said again, it counts anew."""
         self._leave_by = time.monotonic() + grace_s
         self._draining = True
         self._intake.stop()
-        self._slots.resize(0)
         self.over.set()
 
     def end(self) -> None:
@@ -251,11 +247,16 @@ class Session:
             log.warning("left without a word", extra={"error": str(away)})  # the leader notices the silence
 
     def _finish_or_hand_back(self) -> None:
-        """In steps: whoever drains may lose patience meanwhile."""
+        """In steps: whoever drains may lose patience meanwhile.
+
+        Slots that run nothing go as soon as no claim is under way: their memory need not wait for the longest job.
+        """
         while not self._slots.wait_idle(min(max(self._leave_by - time.monotonic(), 0.0), LOOK_EVERY_S)):
             if time.monotonic() >= self._leave_by:
                 self._slots.hand_back("its worker was stopped")
                 return
+            if not self._intake.is_alive:
+                self._slots.resize(0)
 
     def abandon(self) -> None:
         """Kill what runs and leave: the leader gave our jobs away, or they never were ours."""

@@ -21,7 +21,7 @@ from orchestrator.store import crews, gpus
 
 def reconcile_pools(term: Term, settings: Settings, replicas: Replicas, autosize: Autosize) -> list[str]:
     """The pools whose rows or assignments changed."""
-    pools = term.db.read(crews.look)
+    pools = term.write(crews.look)  # under the term: a leader that was replaced makes no plans
     if not pools:
         return []
     nodes = term.db.read(lambda conn: crews.node_views(conn, settings.worker_timeout_s))

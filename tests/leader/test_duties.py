@@ -482,5 +482,6 @@ def test_a_leader_that_was_replaced_writes_nothing_more(db, hub, raw, context, n
 
 
 def test_an_unknown_duty_is_refused_with_those_there_are():
-    with pytest.raises(UnknownDuty, match="publish, repair, reclaim, time_limits, purge_leases, expire, dead_letters"):
+    names = "publish, repair, reclaim, time_limits, purge_leases, reconcile, expire, dead_letters"
+    with pytest.raises(UnknownDuty, match=names):
         duties.find("world_peace")
