@@ -348,6 +348,7 @@ def test_supervisors_are_rung_and_the_leader_is_asked(api: Running, monkeypatch:
 def test_the_leader_hears_of_it_from_any_instance(api: Running, redis_server: Redis) -> None:
     create(api)
     with redis_server.client() as client:
+        wait_until(lambda: client.exists(PRELOADS), what="a request was sent, or somebody listens")
         wait_until(lambda: client.xinfo_stream(PRELOADS)["entries-added"] == 1, what="a request was sent")
         wait_until(lambda: client.xlen(PRELOADS) == 0, what="the leader took it")
 

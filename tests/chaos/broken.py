@@ -34,7 +34,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     # Every entry leads to a claim, whatever state its job is in.
     "status-guard": (
         Edit("orchestrator/store/moves.py", "jobs.c.status.in_(sources),", "jobs.c.status.is_not(None),"),
-        Edit("orchestrator/store/claim.py", "jobs.c.queued.in_(_CLAIMABLE)", "jobs.c.status.is_not(None)"),
+        Edit("orchestrator/store/claim.py", "jobs.c.queued.in_(CLAIMABLE)", "jobs.c.status.is_not(None)"),
     ),
     # Jobs are in the stream before their rows are committed.
     "publish-before-commit": (
@@ -92,7 +92,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     "vanished-orders": (
         Edit(
             "worker/supervisor.py",
-            "        elif not service.leaving:  # nobody wants it any more",
+            "        elif not service.leaving and not self._fills_in(service):  # nobody wants it any more",
             "        elif service.leaving:  # nobody wants it any more",
         ),
     ),
