@@ -1,6 +1,6 @@
 # `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench sim-placement sim-warm chaos chaos-leases chaos-pools e2e lock clean servers
+.PHONY: help run test check bench sim sim-placement sim-warm chaos chaos-leases chaos-pools e2e lock clean servers
 
 PYTHON ?= python3
 PORT ?= 8008
@@ -31,6 +31,9 @@ check: $(VENV)/.dev servers ## format, lint, types and the fast tests
 
 bench: $(VENV)/.dev servers ## measure throughput, and its ratio to what the machine can do
 	$(BIN)/python -m tests.bench $(ARGS)
+
+sim: $(VENV)/.dev ## how long jobs wait by agent and priority: a flood, mixed sizes, deadlines, a slow lane (ARGS="--plot order.svg")
+	$(BIN)/python -m tests.sim.order $(ARGS)
 
 sim-placement: $(VENV)/.dev ## how much of a production cluster each placement policy can use (ARGS="--seeds 3"; needs ../shared/data)
 	$(BIN)/python -m tests.sim.placement $(ARGS)

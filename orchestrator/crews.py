@@ -47,6 +47,8 @@ class Crew:
     ready: int = 0
     trouble: str | None = None
     blocked: bool = False
+    #: It fetches its jobs over HTTP: nobody here started it, and nobody can make it leave.
+    fetches: bool = False
 
 
 #: (node, revision) → workers.
@@ -84,6 +86,11 @@ class PoolView:
     def ready(self) -> int:
         """Workers of any revision that can take jobs."""
         return sum(crew.ready for crew in self.crews) // self.slots
+
+    @property
+    def to_leave(self) -> tuple[Crew, ...]:
+        """Who is in the way of the end of a drain: nobody can make HTTP workers leave, and idle ones get no jobs."""
+        return tuple(crew for crew in self.crews if crew.busy or not crew.fetches)
 
     @property
     def in_use(self) -> bool:
@@ -134,15 +141,18 @@ def _count_what_is_coming(pools: Sequence[PoolView], cluster: Cluster) -> None:
             continue
         for (node_id, revision), count in pool.assigned.items():
             here = sum(crew.ready for crew in pool.crews if (crew.node_id, crew.revision) == (node_id, revision))
-            for _ in range(max(count * pool.slots - here, 0)):
-                _take(cluster, pool.ask._replace(node_id=node_id))
+            _take_some(pool, node_id, max(count * pool.slots - here, 0), cluster)
 
 
-def _take(cluster: Cluster, ask: Ask) -> bool:
-    choice = cluster.place(ask)
-    if isinstance(choice, Placed):
-        cluster.take(ask, choice)
-    return isinstance(choice, Placed)
+def _take_some(pool: PoolView, node_id: str, slots: int, cluster: Cluster) -> list[Placed]:
+    """Take memory there for as many of these slots as find it."""
+    ask = pool.ask._replace(node_id=node_id)
+    taken: list[Placed] = []
+    # Asked first whether it fits: `place` takes the trouble to say why not, which nobody reads here.
+    while len(taken) < slots and cluster.fits(ask) and isinstance(placed := cluster.place(ask), Placed):
+        cluster.take(ask, placed)
+        taken.append(placed)
+    return taken
 
 
 def wanted(pool: PoolView) -> int:
@@ -168,12 +178,12 @@ def _assign(
         return {}, 0
     if pool.state not in OPEN:
         # Their supervisors read from the pool's row that they must leave, and how soon.
-        return (pool.assigned if pool.crews else {}), 0
+        return (pool.assigned if pool.to_leave else {}), 0
     open_nodes = [node for node in nodes if node.open]
     able = [node for node in open_nodes if pool.type is None or pool.type in node.types]
     current, lacking = _spread(pool, workers, able, cluster, load)
     # The old model may be of another type, which other nodes have.
-    return current | _outgoing(pool, workers, current, {node.node_id for node in open_nodes}), lacking
+    return current | _outgoing(pool, workers, current, nodes), lacking
 
 
 def _spread(
@@ -189,8 +199,9 @@ def _spread(
         idle = counts[node_id] - math.ceil(_ready_at(pool, node_id) / pool.slots)
         if idle > 0 and _room_elsewhere(pool, node_id, names, cluster):
             counts[node_id] -= 1  # it waits for memory there, and would not elsewhere
+    rooms: dict[str, int] = {}
     while counts.total() < workers and names:
-        chosen = _place(pool, names, counts, cluster, load)
+        chosen = _place(pool, names, counts, cluster, load, rooms)
         counts[chosen] += 1
         load[chosen] += 1
     assigned = {(node_id, pool.revision): count for node_id, count in counts.items() if count}
@@ -224,20 +235,41 @@ def _room_elsewhere(pool: PoolView, node_id: str, names: set[str], cluster: Clus
     return any(isinstance(cluster.place(pool.ask._replace(node_id=other)), Placed) for other in others)
 
 
-def _place(pool: PoolView, names: set[str], counts: Counter[str], cluster: Cluster, load: Counter[str]) -> str:
-    """Where there is room, else where it may be made; then where few of the pool's workers are, and few at all."""
+def _place(
+    pool: PoolView, names: set[str], counts: Counter[str], cluster: Cluster, load: Counter[str], rooms: dict[str, int]
+) -> str:
+    """Where there is room, else where it may be made; then where few of the pool's workers are, and few at all.
+
+    `rooms` remembers what was found from one worker to the next: a full cluster is not looked through for each.
+    """
     by_load = sorted(names, key=lambda node_id: (counts[node_id], load[node_id], node_id))
-    for node_id in by_load if pool.memory_mb else ():
-        if _take(cluster, pool.ask._replace(node_id=node_id)):
-            return node_id
-    return by_load[0]
+    if not pool.memory_mb:
+        return by_load[0]
+    for node_id in by_load:
+        if node_id not in rooms:
+            rooms[node_id] = _room(pool, node_id, cluster)
+        if rooms[node_id] == pool.slots:
+            break
+    chosen = max(by_load, key=lambda node_id: rooms.get(node_id, 0))
+    _take_some(pool, chosen, pool.slots, cluster)
+    del rooms[chosen]
+    return chosen
 
 
-def _outgoing(pool: PoolView, workers: int, current: Assignments, names: set[str]) -> Assignments:
+def _room(pool: PoolView, node_id: str, cluster: Cluster) -> int:
+    """How many slots of a new worker would find memory there."""
+    taken = _take_some(pool, node_id, pool.slots, cluster)
+    for placed in taken:
+        cluster.free({gpu.gpu_uuid for gpu in placed.gpus}, pool.memory_mb, node_id)
+    return len(taken)
+
+
+def _outgoing(pool: PoolView, workers: int, current: Assignments, nodes: Sequence[NodeView]) -> Assignments:
     """What stays of older revisions: as much as the new one lacks. Those that are ready stay longest, node by node.
 
     While the new one waits for memory, one more leaves each time that none is on its way out: one need not be enough.
     """
+    names = {node.node_id for node in nodes if node.open}
     old = {place: count for place, count in pool.assigned.items() if place[1] != pool.revision and place[0] in names}
     ready = Counter({(crew.node_id, crew.revision): crew.ready for crew in pool.crews})
     blocked = any(crew.blocked for crew in pool.crews if crew.revision == pool.revision)
@@ -248,14 +280,20 @@ def _outgoing(pool: PoolView, workers: int, current: Assignments, names: set[str
         for place, count in old.items()
         for nth in range(count)
     ]
-    parting = any((crew.node_id, crew.revision) not in pool.assigned for crew in pool.crews)
+    parting = any(_is_parting(crew, pool, nodes) for crew in pool.crews)
     lacking = max(workers - taken_over, 0)
     staying = sorted(each, reverse=True)[: max(min(len(each), lacking) - (blocked and not parting), 0)]
     return dict(Counter((node_id, revision) for _, revision, _, node_id in staying))
 
 
+def _is_parting(crew: Crew, pool: PoolView, nodes: Sequence[NodeView]) -> bool:
+    """Whether it holds an old model and was told to leave. Whoever came without an assignment leaves by none."""
+    ours = crew.node_id in {node.node_id for node in nodes} and not crew.fetches
+    return ours and crew.revision not in (0, pool.revision) and (crew.node_id, crew.revision) not in pool.assigned
+
+
 def _arrow(pool: PoolView, workers: int) -> PoolArrow | None:
-    if pool.state is PoolState.DRAINING and not pool.crews:
+    if pool.state is PoolState.DRAINING and not pool.to_leave:
         return STOP
     if pool.state is PoolState.STARTING and (pool.ready or not workers):
         return WARM
@@ -266,8 +304,8 @@ def _arrow(pool: PoolView, workers: int) -> PoolArrow | None:
 
 def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView]) -> str | None:
     """What an operator should know about why the pool is not as it was asked for."""
-    if pool.state is PoolState.DRAINING and pool.crews:
-        return f"{len(pool.crews)} workers have not left yet"
+    if pool.state is PoolState.DRAINING and pool.to_leave:
+        return f"{len(pool.to_leave)} workers have not left yet"
     if pool.state not in OPEN:
         return None
     if lacking:

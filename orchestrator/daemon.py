@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from orchestrator.identity import instance_id
+from orchestrator.ingest import Ingest
 from orchestrator.jobs import NewJob, RetryPolicy
 from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leases import Denied, Granted, LeaseRequest, Terms
@@ -14,9 +15,11 @@ from orchestrator.publisher import Publisher
 from orchestrator.remote import RemoteWork
 from orchestrator.settings import Settings
 from orchestrator.store import grants
+from orchestrator.store.admission import Admission
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.database import Database
-from orchestrator.store.submit import Verdict, submit_jobs
+from orchestrator.store.policies import Copy
+from orchestrator.store.submit import Answer, Verdict, submit_jobs
 from orchestrator.stream.hub import Hub
 from orchestrator.telemetry import metrics
 
@@ -35,23 +38,32 @@ class Orchestrator:
         self.settings = settings
         self.holder = instance_id()
         self.db = Database(settings)
+        self.policies = Copy()
         self.hub = Hub(settings)
-        self.policy = RetryPolicy.of(settings)
-        self._terms = Terms.of(settings)
-        self.publisher = Publisher(self.db, self.hub, settings)
+        self.retry_policy = RetryPolicy.of(settings)
+        self.terms = Terms.of(settings)
+        self.admission = Admission(self.policies)
+        self.publisher = Publisher(self.db, self.hub, settings, self.policies)
         self.leader = LeaderLoop(self.db, self.hub, self.publisher, settings, self.holder)
-        self._submits: Batcher[Submission, list[Verdict]] = Batcher(
-            "submit-batcher", self._store, weight=lambda item: len(item.jobs), flushers=3
+        self._submits: Batcher[Submission, list[Answer]] = Batcher(
+            "submit-batcher",
+            self._store,
+            weight=lambda item: len(item.jobs),
+            flushers=3,
+            alone=lambda: self.admission.holds_buckets,
         )
         self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
-        self.remote = RemoteWork(self.db, self.publisher, settings, self.policy, self._terms)
+        self.remote = RemoteWork(self.db, self.publisher, settings, self.retry_policy, self.terms, self.policies)
+        self._ingest = Ingest(self.db, self.hub, settings, self.policies, self.submit, self.holder)
 
     def start(self) -> None:
         self.publisher.start()
         self.leader.start()
+        self._ingest.start()
 
     def close(self) -> None:
         """Accept no more, finish what was accepted, resign, disconnect."""
+        self._ingest.close()
         self._submits.close(self.settings.db_timeout_s)
         self._leases.close(self.settings.db_timeout_s)
         self.remote.close(self.settings.db_timeout_s)
@@ -60,27 +72,38 @@ class Orchestrator:
         self.hub.close()
         self.db.close()
 
-    def submit(self, new_jobs: Sequence[NewJob]) -> Future[list[Verdict]]:
+    def submit(self, new_jobs: Sequence[NewJob]) -> Future[list[Answer]]:
         """Store jobs; the future has a verdict for each once they are committed."""
-        return self._submits.submit(Submission(tuple(new_jobs)))
+        refused = self.admission.refuse_early(new_jobs)
+        if refused is None:
+            future = self._submits.submit(Submission(tuple(new_jobs)))
+            self.admission.on_the_way(new_jobs, future)
+            return future
+        at_once: Future[list[Answer]] = Future()
+        at_once.set_result(list(refused))
+        return at_once
 
     def lease(self, request: LeaseRequest) -> Future[Granted | Denied]:
         return self._leases.submit(request)
 
-    def _store(self, submissions: list[Submission]) -> list[list[Verdict]]:
+    def _store(self, submissions: list[Submission]) -> list[list[Answer]]:
         """Flush of the submit batcher: one transaction for all requests that waited, then a nudge per lane."""
         batch = [job for submission in submissions for job in submission.jobs]
-        verdicts = submit_jobs(self.db, batch, self.policy)
+        ruling = self.admission.ruling()
+        verdicts = submit_jobs(self.db, batch, self.retry_policy, admit=ruling.decide, book=self.policies.book)
+        ruling.committed()
         created = [job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED]
         for lane in {job.spec.pool_id for job in created}:
             self.publisher.nudge(lane)
         for job in created:
             metrics.submitted(job.spec.type)
+        if any(job.spec.constraints or job.spec.cost_units for job in created):
+            self.leader.hurry("gates")  # which lets them go, or not
         answers = iter(verdicts)
         return [[next(answers) for _ in submission.jobs] for submission in submissions]
 
     def _grant(self, requests: list[LeaseRequest]) -> list[Granted | Denied]:
-        answers = grants.grant_to_clients(self.db, requests, self._terms)
+        answers = grants.grant_to_clients(self.db, requests, self.terms)
         for answer in answers:
             decision = "granted" if isinstance(answer, Granted) else "denied"
             metrics.lease_decided(decision, answer.mode if isinstance(answer, Granted) else answer.code)

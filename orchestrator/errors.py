@@ -12,9 +12,12 @@ OrchestratorError
 │   ├── GpuNotFound        gpu_not_found
 │   ├── PoolNotFound       pool_not_found
 │   ├── NodeNotFound       node_not_found
+│   ├── PolicyNotFound     policy_not_found
+│   ├── ScheduleNotFound   schedule_not_found
 │   └── WorkerNotFound     worker_not_found
 ├── JobConflict            job_conflict          same job_id, other content
 ├── JobEnded               job_ended             too late to cancel it
+├── JobNotWaiting          job_not_waiting       too late to move it in its lane: it is owned or over
 ├── JobCancelled           job_cancelled         the job was cancelled; what its worker reports does not count
 ├── NotOwner               not_owner             the attempt does not own the job; stop it, nothing was written
 ├── NotRedrivable          not_redrivable        only a job that ended badly can be started over
@@ -22,9 +25,14 @@ OrchestratorError
 ├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
 ├── PoolExists             pool_exists           same pool_id, other content
 ├── PoolClosed             pool_closed           the pool is draining, stopped or evicted
-├── PoolBusy               pool_busy             only a stopped or evicted pool can be deleted
+├── PoolBusy               pool_busy             only a closed pool without workers can be deleted
 ├── NotLeader              not_leader            another instance leads; ask that one
 ├── Overloaded             overloaded            too much waits already; try again later
+│   ├── RateLimited        rate_limited          the agent submits more than its policy allows; wait as told
+│   ├── GateClosed         gate_closed           a gate of the admission policy is closed to this job
+│   ├── QueueFull          queue_full            as many jobs wait in this lane as may
+│   └── AgentLimit         agent_limit           this agent has as much in flight as it may
+├── Paused                 paused                an operator paused what this job belongs to
 ├── StaleEpoch             stale_epoch           another leader took over; this write had no effect
 ├── WorkerExists           worker_exists         a worker with this id is alive, or something of it is left
 ├── WorkerLost             worker_lost           the leader gave this worker's jobs away
@@ -110,6 +118,13 @@ class JobEnded(OrchestratorError):
         super().__init__(f"job {job_id!r} is {status} already; there is nothing left to cancel")
 
 
+class JobNotWaiting(OrchestratorError):
+    code = "job_not_waiting"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id!r} is {status}; a priority only matters while a job waits, nothing was changed")
+
+
 class JobCancelled(OrchestratorError):
     code = "job_cancelled"
 
@@ -168,6 +183,20 @@ class NodeNotFound(NotFound):
         super().__init__(f"no node {node_id!r}; `gpuorch nodes list` shows those that were heard of")
 
 
+class PolicyNotFound(NotFound):
+    code = "policy_not_found"
+
+    def __init__(self, scope: str, name: str) -> None:
+        super().__init__(f"no policy of {scope} {name!r}; `gpuorch policy list {scope}` shows those there are")
+
+
+class ScheduleNotFound(NotFound):
+    code = "schedule_not_found"
+
+    def __init__(self, schedule_id: str) -> None:
+        super().__init__(f"no schedule {schedule_id!r}; `gpuorch schedules list` shows those there are")
+
+
 class PoolExists(OrchestratorError):
     code = "pool_exists"
 
@@ -186,7 +215,9 @@ class PoolBusy(OrchestratorError):
     code = "pool_busy"
 
     def __init__(self, pool_id: str, status: str) -> None:
-        super().__init__(f"pool {pool_id!r} is {status} or has workers; drain or evict it before it is deleted")
+        super().__init__(
+            f"pool {pool_id!r} is {status}; it can be deleted once it is stopped or evicted and its workers have left"
+        )
 
 
 class NotLeader(OrchestratorError):
@@ -212,6 +243,35 @@ class Overloaded(OrchestratorError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded):
+    code = "rate_limited"
+
+    def __init__(self, agent: str, rate: float, retry_after_s: float) -> None:
+        allowed = f"agent {agent!r} may submit {rate:g} jobs a second"
+        super().__init__(f"{allowed}; try again in {retry_after_s:.3f} seconds", retry_after_s)
+
+
+class GateClosed(Overloaded):
+    code = "gate_closed"
+
+
+class QueueFull(Overloaded):
+    code = "queue_full"
+
+
+class AgentLimit(Overloaded):
+    code = "agent_limit"
+
+
+class Paused(OrchestratorError):
+    code = "paused"
+
+    def __init__(self, key: str, reason: str, retry_after_s: float = 30.0) -> None:
+        what = "all jobs are" if key == "global" else f"{key} is"
+        super().__init__(f"{what} paused{f': {reason}' if reason else ''}; submit again when it is resumed")
+        self.retry_after_s = retry_after_s
+
+
 class StaleEpoch(OrchestratorError):
     code = "stale_epoch"
 
@@ -225,7 +285,7 @@ class WorkerExists(OrchestratorError):
     code = "worker_exists"
 
     def __init__(self, worker_id: str) -> None:
-        why = "is alive, or jobs or leases of it are left"
+        why = "is alive, is not of those that come over HTTP, or jobs or leases of it are left"
         super().__init__(f"worker {worker_id!r} {why}; wait for its timeout, or leave worker_id out to get a new one")
 
 
@@ -261,6 +321,13 @@ class GpuUnavailable(Unavailable):
 
 
 class KubernetesUnavailable(Unavailable):
-    """The API of Kubernetes does not answer, or refuses: a Deployment keeps the replicas it has."""
+    """The API of Kubernetes does not answer, or refuses: a Deployment keeps the replicas it has.
+
+    `answered`: it is there, and its answer is about this Deployment; others may be well.
+    """
 
     code = "kubernetes_unavailable"
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered

@@ -18,15 +18,15 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.jsontext import canonical_json
-from orchestrator.names import Name, TypeName
+from orchestrator.names import OWN_KINDS, Key, Name, TypeName
 from orchestrator.ranking import PRIORITY_NAMES
 from orchestrator.settings import RetryRule, Settings
 
@@ -50,6 +50,8 @@ class Queued(StrEnum):
     DELAYED = "delayed"
     READY = "ready"
     ANNOUNCED = "announced"
+    #: Until what its row names lets it go (`store.blocked`).
+    BLOCKED = "blocked"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Ready:
     job_id: str
     type: str
     trace_context: str | None
+    #: It goes before others for its deadline.
+    urgent: bool = False
 
 
 TERMINAL = frozenset({Status.DONE, Status.SKIPPED, Status.FAILED, Status.CANCELLED, Status.DEAD_LETTER})
@@ -211,7 +215,29 @@ def _utc(value: datetime | None, field: str) -> datetime | None:
         raise InvalidInput(f"{field}: beyond the calendar", field) from None
 
 
+def _own_keys(keys: list[str]) -> list[str]:
+    """In one order: the same keys are the same content."""
+    if len(set(keys)) < len(keys):
+        raise ValueError("name each key once")
+    if taken := [key for key in keys if key.partition(":")[0] in OWN_KINDS]:
+        kinds = ", ".join(sorted(OWN_KINDS))
+        raise ValueError(
+            f"{taken[0]!r}: every job has the keys of {kinds} by itself; use another word before the colon"
+        )
+    return sorted(keys)
+
+
+Priority = Annotated[int, Field(ge=-100, le=100), BeforeValidator(_named_priority)]
 Moment = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_iso_text)]
+
+
+def _wanted(constraints: dict[str, bool] | None) -> dict[str, bool] | None:
+    """What is not wanted is no constraint: {"quiet": false} is the same content as nothing."""
+    return {name: wanted for name, wanted in (constraints or {}).items() if wanted} or None
+
+
+#: What a job wants of the time at which it runs. `quiet`: it waits until the admission policy says that it is.
+Constraints = Annotated[dict[Literal["quiet"], bool] | None, AfterValidator(_wanted)]
 
 
 class JobSpec(BaseModel):
@@ -225,10 +251,12 @@ class JobSpec(BaseModel):
     agent: Name = "anonymous"
     pool_id: Annotated[Name, BeforeValidator(_default_lane)] = DEFAULT_LANE
     model_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
-    priority: Annotated[int, Field(ge=-100, le=100), BeforeValidator(_named_priority)] = 0
+    priority: Priority = 0
     min_memory_mb: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
     cpu_fallback: bool = False
+    cost_units: Annotated[float, Field(ge=0, le=100)] | None = None
+    constraints: Constraints = None
     expected_duration_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     earliest_start_at: Moment | None = None
     deadline_at: Moment | None = None
@@ -236,6 +264,8 @@ class JobSpec(BaseModel):
     max_attempts: Annotated[int, Field(ge=1, le=100)] | None = None
     retry_base_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     retry_cap_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
+    #: What it shares with others that must not all run at once, such as `host:example.org`.
+    concurrency_keys: Annotated[list[Key], Field(default_factory=list, max_length=16), AfterValidator(_own_keys)]
     tags: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=128)]], Field(default_factory=list, max_length=32)
     ]
@@ -249,17 +279,19 @@ class JobSpec(BaseModel):
         try:
             return cls.model_validate(body)
         except ValidationError as invalid:
-            raise _readable(invalid) from None
+            raise readable(invalid, "a job") from None
 
 
-def _readable(invalid: ValidationError) -> InvalidInput:
+def readable(invalid: ValidationError, what: str) -> InvalidInput:
+    """The first thing that is wrong with it."""
     first = invalid.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
-        return InvalidInput(f"unknown field {field[:80]!r}; see /openapi.json for the fields of a job", field[:80])
+        return InvalidInput(f"unknown field {field[:80]!r}; see /openapi.json for the fields of {what}", field[:80])
     return InvalidInput(f"{field[:80]}: {first['msg']}", field[:80])
 
 
+_BEGINNING = datetime(1, 1, 1)  # noqa: DTZ001 - the database's clock has no zone
 _NOT_OPTIONS = {"job_id", "payload", "earliest_start_at", "deadline_at"}
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in JobSpec.model_fields.items()}
 
@@ -276,6 +308,14 @@ class NewJob:
     not_before: datetime | None
     deadline: datetime | None = None
     trace_context: str | None = None
+
+    @property
+    def start_by(self) -> datetime | None:
+        """The latest start that meets its deadline, as far as it says how long it takes."""
+        if self.deadline is None:
+            return None
+        takes = timedelta(seconds=self.spec.expected_duration_sec or 0.0)
+        return self.deadline - min(takes, self.deadline - _BEGINNING)
 
     @classmethod
     def prepare(cls, body: object, max_bytes: int, max_depth: int, trace_context: str | None = None) -> NewJob:

@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import json
+from typing import Any, NoReturn
 
 from orchestrator.errors import InvalidInput
+
+#: Text may come with every character escaped (six bytes for two) and with spaces; as we store it, it has neither.
+ESCAPED = 4
+
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
 def canonical_json(value: object, name: str, max_depth: int) -> str:
     """The one text form of a JSON value: sorted keys, no spaces, valid UTF-8, no NaN, bounded depth."""
     check_depth(value, name, max_depth)
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = _encode(value)
         text.encode()
     except (ValueError, TypeError, UnicodeEncodeError) as unfit:
         raise InvalidInput(f"{name} is not plain JSON: {unfit}", name) from None
     return text
+
+
+def strict_json(raw: bytes, name: str) -> Any:
+    """Parse text of which only one reading is possible. Raises InvalidInput.
+
+    Refused: what JSON does not have (NaN, Infinity) and what two parsers read differently (a key that occurs twice, a
+    byte order mark, invalid UTF-8).
+    """
+    try:
+        return json.loads(raw.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
+    except RecursionError:
+        raise InvalidInput(f"{name} is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{name} is not UTF-8") from None
+    except json.JSONDecodeError as wrong:
+        raise InvalidInput(f"{name} is not JSON: {wrong}") from None
+    except _Refused as wrong:
+        raise InvalidInput(f"{name} {wrong}") from None
+    except ValueError as wrong:  # an integer of thousands of digits
+        raise InvalidInput(f"{name} cannot be read: {str(wrong)[:200]}") from None
+
+
+def listed(text: str | None) -> list[str]:
+    """The names in a column that is NULL where there are none."""
+    return json.loads(text) if text else []
+
+
+class _Refused(Exception):
+    """Not a ValueError, which the parser raises itself."""
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _Refused(f"is not JSON: it has no {name}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise _Refused("is ambiguous: an object has the same key twice")
+    return made
 
 
 def check_depth(value: object, name: str, max_depth: int) -> None:

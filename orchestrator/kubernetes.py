@@ -10,6 +10,7 @@ import http.client
 import json
 import re
 import ssl
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 TIMEOUT_S = 5.0
 #: Bytes of an answer that are read.
 MAX_ANSWER = 1 << 20
+#: "Too many requests": of the API as a whole, as 5xx are, not of one Deployment.
+BUSY = 429
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Deployment:
 
 
 class Kubernetes:
-    """Raises KubernetesUnavailable when the API does not answer, or refuses."""
+    """Raises KubernetesUnavailable when the API does not answer, refuses, or says what nobody understands."""
 
     def __init__(self, settings: Settings) -> None:
         self._url = urlsplit(settings.kubernetes_url)
@@ -56,26 +59,28 @@ class Kubernetes:
 
     def scale(self, deployment: Deployment, replicas: int) -> bool:
         """Have so many replicas; whether that was a change."""
-        now = self._ask("GET", deployment.path)["spec"].get("replicas", 0)
+        said = self._ask("GET", deployment.path)
+        now = _replicas(_read(said))
+        if now is None:
+            raise KubernetesUnavailable(f"GET {deployment.path}: no Scale came: {said[:100]!r}", answered=True)
         if now == replicas:
             return False
         self._ask("PATCH", deployment.path, {"spec": {"replicas": replicas}})
         return True
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        connection = self._connect()
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
-            connection.request(method, path, json.dumps(body) if body else None, self._headers())
-            answer = connection.getresponse()
-            text = answer.read(MAX_ANSWER)
-            if answer.status >= 300:
-                raise KubernetesUnavailable(f"{method} {path}: {answer.status} {answer.reason}: {_message(text)}")
-            found: dict[str, Any] = json.loads(text)
-            return found
+            # Connecting reads the certificates, which may be as broken as anything else here.
+            with closing(self._connect()) as connection:
+                connection.request(method, path, json.dumps(body) if body else None, self._headers())
+                answer = connection.getresponse()
+                text = answer.read(MAX_ANSWER)
         except (OSError, http.client.HTTPException, ValueError) as broken:
             raise KubernetesUnavailable(f"{method} {path}: {broken!r}"[:500]) from broken
-        finally:
-            connection.close()
+        if answer.status >= 300:
+            message = f"{method} {path}: {answer.status} {answer.reason}: {_message(text)}"
+            raise KubernetesUnavailable(message, answered=answer.status < 500 and answer.status != BUSY)
+        return text
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = self._url.hostname or "", self._url.port
@@ -93,8 +98,23 @@ class Kubernetes:
         return headers
 
 
-def _message(text: bytes) -> str:
+def _replicas(scale: Any) -> int | None:
+    """Of a Scale; one that names no number has none. None for what is no Scale."""
+    spec = scale.get("spec") if isinstance(scale, dict) else None
+    replicas = spec.get("replicas", 0) if isinstance(spec, dict) else None
+    return replicas if isinstance(replicas, int) else None
+
+
+def _read(text: bytes) -> Any:
+    """None for what is no JSON."""
     try:
-        return str(json.loads(text)["message"])[:200]
-    except (ValueError, KeyError, TypeError):
-        return text[:200].decode(errors="replace")
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _message(text: bytes) -> str:
+    """What a refusal says, without what no database would store."""
+    said = _read(text)
+    message = str(said["message"]) if isinstance(said, dict) and "message" in said else text.decode(errors="replace")
+    return message[:200].encode(errors="replace").decode()

@@ -14,6 +14,11 @@ MAX_NAME = 128
 Name = Annotated[str, Field(pattern=PATTERN, max_length=MAX_NAME)]
 TypeName = Annotated[str, Field(pattern=PATTERN, max_length=64)]
 
+#: Several jobs may share one; a slash lets a key name a path or a repository.
+Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/\-]+$", max_length=200)]
+#: Kinds of keys that every job has by itself; a job cannot bring its own.
+OWN_KINDS = frozenset({"global", "pool", "agent", "type", "model"})
+
 # To Python's `re`, unlike pydantic's, `$` also matches before a newline; a full match needs no anchors.
 _UNANCHORED = re.compile(PATTERN.strip("^$"))
 

@@ -58,7 +58,9 @@ EVICT = PoolArrow("pool.evicted", OPEN | {PoolState.DRAINING}, PoolState.EVICTED
 POOL_ARROWS = (CREATE, WARM, CHILL, DRAIN, STOP, EVICT)
 
 Provider = Literal["local", "external", "kubernetes"]
-Workers = Annotated[int, Field(ge=0, le=4096)]
+#: Workers of a pool, and their slots together: the leader finds a place for each, and all else waits meanwhile.
+MAX_WORKERS = MAX_POOL_SLOTS = 4096
+Workers = Annotated[int, Field(ge=0, le=MAX_WORKERS)]
 ModelName = Annotated[str, Field(min_length=1, max_length=255)]
 Metadata = dict[str, Any]
 
@@ -95,6 +97,9 @@ class PoolSpec(BaseModel):
             raise ValueError("min_workers must not exceed desired_workers")
         if self.max_workers is not None and self.max_workers < self.desired_workers:
             raise ValueError("max_workers must not be below desired_workers")
+        for name in ("desired_workers", "max_workers"):
+            if (getattr(self, name) or 0) * self.slots > MAX_POOL_SLOTS:
+                raise ValueError(f"{name} times slots must not exceed {MAX_POOL_SLOTS}")
         if self.provider == "kubernetes" and not (self.metadata or {}).get("deployment"):
             raise ValueError("a pool of the provider kubernetes names its Deployment in metadata.deployment")
         return self

@@ -10,56 +10,47 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import Unavailable
+from orchestrator.jobs import Queued, Ready
+from orchestrator.pace import Pace
+from orchestrator.ranking import urgent_places
 from orchestrator.settings import Settings
 from orchestrator.store import outbox
+from orchestrator.store.caps import Glance
 from orchestrator.store.database import Database
+from orchestrator.store.outbox import Urgent
+from orchestrator.store.policies import Copy
 from orchestrator.stream.hub import Hub
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 log = logging.getLogger(__name__)
 
 #: Seconds for which a count of live slots is good enough.
 SLOTS_FRESH_S = 2.0
-#: Seconds of a lane's consumption that are announced ahead.
-WINDOW_S = 0.25
+#: Seconds between two looks for jobs whose deadline is near.
+URGENT_EVERY_S = 0.25
 #: Jobs moved by one transaction.
 CHUNK = 500
-
-
-@dataclass
-class Pace:
-    """How fast a lane moves: its live slots (None: closed), and a moving average of what is announced per second."""
-
-    slots: int | None = 0
-    slots_counted_at: float = float("-inf")
-    per_second: float = 0.0
-    since: float = field(default_factory=time.monotonic)
-    announced: int = 0
-    #: Jobs that this process can take at once, where slots take several each.
-    reach: int = 0
-    #: What the window was at the last look, and how many entries should be left of it now.
-    window: int = 0
-    left: int = 0
-
-    def count(self, announced: int) -> None:
-        self.announced += announced
-        passed = time.monotonic() - self.since
-        if passed >= WINDOW_S:
-            self.per_second += (self.announced / passed - self.per_second) / 2
-            self.since, self.announced = time.monotonic(), 0
 
 
 class Publisher:
     """A thread that publishes the lanes it was nudged about."""
 
-    def __init__(self, db: Database, hub: Hub, settings: Settings) -> None:
+    def __init__(self, db: Database, hub: Hub, settings: Settings, policies: Copy | None = None) -> None:
         self._db = db
         self._hub = hub
         self._settings = settings
+        self._policies = policies or Copy()
         self._nudged: set[str] = set()
+        #: Lanes that were found empty since the last look at all of those.
+        self._idle: set[str] = set()
+        self._look_due = False
+        self._looked_at = float("-inf")
         self._wake = threading.Condition()
         self._closing = False
         self._pace: dict[str, Pace] = {}
@@ -73,6 +64,18 @@ class Publisher:
         with self._wake:
             self._nudged.add(lane)
             self._wake.notify()
+
+    def idle(self, lane: str) -> None:
+        """A worker found nothing in this lane, and says so again and again: now and then, one look for all of those.
+
+        What is ready there has lost whoever should have announced it, and perhaps nobody leads.
+        """
+        with self._wake:
+            self._idle.add(lane)
+            if time.monotonic() - self._looked_at >= self._settings.redis_block_ms / 1000:
+                self._looked_at = time.monotonic()
+                self._look_due = True
+                self._wake.notify()
 
     def reaches(self, lane: str, count: int) -> None:
         """A worker here takes up to `count` jobs of this lane at once: with fewer its batches would not be full."""
@@ -89,23 +92,30 @@ class Publisher:
         """Fill one lane's window; how many jobs were announced."""
         lane = self._hub.lane(lane_name)
         pace = self._pace.setdefault(lane_name, Pace())
-        window = self._window(lane_name, pace)
-        if not window:
+        self._count_slots(lane_name, pace)
+        if pace.slots is None:
             return 0
-        length = lane.unread()
-        room, total = window - length, 0
-        # Refilled when half empty: one transaction for many jobs instead of one for each that leaves.
-        while room - total >= (window + 1) // 2 or 0 < total < room:
+        least, most = self._settings.lane_window_min, self._settings.lane_window_max
+        room, total = pace.room(lane.unread(), least, most, time.monotonic()), 0
+        while total < room:
             size = min(room - total, CHUNK)
-            ready = self._db.write(partial(outbox.take, lane=lane_name, limit=size))
-            if ready:
-                lane.announce(ready)
-                total += len(ready)
-            if len(ready) < size:
+            taken, others = self._db.write(
+                partial(self._take, lane=lane_name, limit=size, urgent=self._urgent(pace, size))
+            )
+            for other in others:
+                self.nudge(other)
+            if taken:
+                lane.announce(taken)
+                total += len(taken)
+            pace.filled(len(taken), sum(job.urgent for job in taken), time.monotonic())
+            if len(taken) < size:
                 break
-        pace.count(total)
-        pace.window, pace.left = window, length + total
         return total
+
+    def _take(self, conn: Connection, lane: str, limit: int, urgent: Urgent | None) -> tuple[list[Ready], set[str]]:
+        """What is announced next; and lanes where others may be, since a cap has room for them."""
+        caps = Glance(conn, self._policies.book(conn))
+        return outbox.take(conn, lane, limit, urgent, caps), caps.freed
 
     def close(self) -> None:
         with self._wake:
@@ -114,27 +124,29 @@ class Publisher:
         if self._thread.is_alive():
             self._thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)
 
-    def _window(self, lane: str, pace: Pace) -> int:
-        """Twice the live slots, or what full batches take, plus what the lane consumes in a moment, within bounds.
-
-        A slow lane keeps its order changeable to the last; a fast one is refilled by the hundred.
-        """
+    def _count_slots(self, lane: str, pace: Pace) -> None:
         if time.monotonic() - pace.slots_counted_at > SLOTS_FRESH_S:
             pace.slots = self._db.read(lambda conn: outbox.live_slots(conn, lane))
             pace.slots_counted_at = time.monotonic()
-        if pace.slots is None:
-            return 0  # its pool is drained: what waits stays where it can still be moved
-        wanted = max(2 * pace.slots, pace.reach) + round(pace.per_second * WINDOW_S)
-        return max(self._settings.lane_window_min, min(wanted, self._settings.lane_window_max))
+
+    def _urgent(self, pace: Pace, room: int) -> outbox.Urgent | None:
+        """How many jobs may go first for their deadlines, and how near those must be; None: do not look now."""
+        if time.monotonic() - pace.urgent_sought_at < URGENT_EVERY_S:
+            return None
+        pace.urgent_sought_at = time.monotonic()
+        places = urgent_places(room, pace.ahead)
+        return outbox.Urgent(places, pace.horizon_s) if places else None
 
     def _loop(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._nudged or self._closing)
+                self._wake.wait_for(lambda: self._nudged or self._look_due or self._closing)
                 if self._closing:
                     return
                 lanes, self._nudged = self._nudged, set()
-            for lane in sorted(lanes):
+                idle, self._idle = (self._idle, set()) if self._look_due else (set(), self._idle)
+                self._look_due = False
+            for lane in sorted(lanes | self._forgotten(idle)):
                 try:
                     self.publish(lane)
                 except Unavailable as away:
@@ -142,3 +154,15 @@ class Publisher:
                     log.warning("publish failed", extra={"lane": lane, "error": str(away)})
                 except Exception:
                     log.exception("publisher broke", extra={"lane": lane})
+
+    def _forgotten(self, idle: set[str]) -> set[str]:
+        """Of these lanes, those with jobs that nobody announced."""
+        if not idle:
+            return set()
+        try:
+            return set(self._db.read(lambda conn: outbox.lanes_with(conn, Queued.READY, among=idle)))
+        except Unavailable as away:
+            log.warning("publish failed", extra={"error": str(away)})
+        except Exception:
+            log.exception("publisher broke")
+        return set()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.jobs import RetryPolicy, Status
@@ -12,14 +13,19 @@ from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import reports
 from orchestrator.store.batcher import Batcher
+from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim
 from orchestrator.store.database import Database
 from orchestrator.store.dispatch import Claiming, Fetch
 from orchestrator.store.moves import Claimant
+from orchestrator.store.policies import Copy
 from orchestrator.store.registry import Fetcher
 from orchestrator.store.reports import Ended, Heard, Report
 from orchestrator.store.settle import End, never_started
 from orchestrator.telemetry import metrics
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 #: Characters of a result that weigh as much as a report without one: 500 results of a megabyte are too much at once.
 BULKY = 65_536
@@ -34,13 +40,20 @@ class RemoteWork:
     """Hands jobs to HTTP workers and writes down what they report."""
 
     def __init__(
-        self, db: Database, publisher: Publisher, settings: Settings, policy: RetryPolicy, terms: Terms
+        self,
+        db: Database,
+        publisher: Publisher,
+        settings: Settings,
+        policy: RetryPolicy,
+        terms: Terms,
+        policies: Copy,
     ) -> None:
         self._db = db
         self._publisher = publisher
         self._settings = settings
         self._policy = policy
         self._terms = terms
+        self._policies = policies
         self._claims: Batcher[Fetch, list[Claim]] = Batcher(
             "claim-batcher", self._claim, weight=lambda fetch: fetch.most
         )
@@ -64,16 +77,26 @@ class RemoteWork:
         self._reports.close(timeout_s)
 
     def _claim(self, fetches: list[Fetch]) -> list[list[Claim] | OrchestratorError]:
-        return self._db.write(Claiming(fetches, self._claimant))
+        claiming = Claiming(fetches, self._claimant, self._policies.book)
+        answers = self._db.write(claiming)
+        self._nudge(claiming.freed)
+        return answers
 
     def _claimant(self, fetcher: Fetcher) -> Claimant:
         return fetcher.as_claimant(lease_ttl_s=self._settings.job_lease_ttl_s, terms=self._terms)
 
     def _write(self, batch: list[Report]) -> list[Ended | Heard | OrchestratorError]:
-        answers = self._db.write(lambda conn: reports.write(conn, batch, self._policy))
+        answers, freed = self._db.write(lambda conn: self._record(conn, batch))
         waiting = [answer for answer in answers if isinstance(answer, Ended) and answer.status is Status.PENDING]
-        for lane in {answer.lane for answer in waiting}:
-            self._publisher.nudge(lane)
+        self._nudge(freed | {answer.lane for answer in waiting})
         for kind in [answer.error_kind for answer in waiting if answer.error_kind]:
             metrics.retried(kind)
         return answers
+
+    def _record(self, conn: Connection, batch: list[Report]) -> tuple[list[reports.Answer], set[str]]:
+        seats = Seats(conn, self._policies.book(conn))
+        return reports.write(conn, batch, self._policy, seats), seats.freed
+
+    def _nudge(self, lanes: Collection[str]) -> None:
+        for lane in lanes:
+            self._publisher.nudge(lane)

@@ -238,7 +238,7 @@ class Settings(BaseModel):
     gpu_starvation_s: Seconds = _is(60.0, "a job that found no room for this long gets a GPU reserved")
     placement: PlacementPolicy = _is("fragmentation", "which GPU a lease gets: fragmentation, best_fit or spread")
     resident_min_s: SecondsOrZero = _is(30.0, "a warm model stays at least this long before another may take its room")
-    lane_window_min: Count = _is(32, "entries kept published per lane, at least")
+    lane_window_min: Count = _is(2, "entries kept published per lane, at least")
     lane_window_max: Count = _is(4096, "entries kept published per lane, at most")
     payload_max_bytes: Bytes = _is(1_048_576, "largest payload and largest result of a job; at most 6 MiB")
     payload_max_depth: UpTo512 = _is(64, "deepest nesting of a payload")

@@ -1,6 +1,6 @@
 """`python -m tests`: all tests, in three parts side by side. What it is told besides goes to pytest, as one run.
 
-One part computes, the others mostly wait for whole processes that are killed, frozen and replaced; each starts servers
+One part computes, the others mostly run whole processes that are killed, frozen and replaced; each starts servers
 of its own. Their output is kept until the first is done, so that all can be read.
 """
 
@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-#: Folders whose tests run whole systems, by part. All others, also those to come, are the first part.
-SYSTEMS = (("worker",), ("chaos", "client", "e2e"))
+#: Folders by part, so that all take about as long. All others, also those to come, are the first part.
+SYSTEMS = (("gpu", "worker"), ("chaos", "client", "e2e", "leader"))
 _PYTEST = (sys.executable, "-m", "pytest")
 
 

@@ -18,6 +18,8 @@ from orchestrator.jobs import TERMINAL
 from orchestrator.settings import Settings
 from orchestrator.store import job_reads, schema
 from orchestrator.store.database import Database
+from tests.forked import Forked
+from tests.processes import children
 from tests.waiting import wait_until
 
 
@@ -34,14 +36,21 @@ class Member:
         cwd: Path | None = None,
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
+        forked: bool = False,
     ) -> None:
         """`prefix` is a program that becomes this one, `environment` what it finds beside its settings."""
         self.log = log
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
+        whole = inherited | settings.environment() | {"PYTHONPATH": path, **environment}
+        self.process: subprocess.Popen[bytes] | Forked
+        # What the dynamic loader reads it reads once, when a program starts.
+        if forked and not (prefix or environment or cwd):
+            self.process = Forked(command, whole, path, log)
+            return
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "orchestrator", command],
-                env=inherited | settings.environment() | {"PYTHONPATH": path, **environment},
+                env=whole,
                 cwd=cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -54,7 +63,7 @@ class Member:
         def look() -> re.Match[str] | None:
             if self.process.poll() is not None:
                 raise AssertionError(f"ended with {self.process.returncode}:\n{self.tail()}")
-            return re.search(pattern, self.log.read_text())
+            return re.search(pattern, self.log.read_text()) if self.log.exists() else None
 
         found = wait_until(look, timeout=timeout, what=f"{pattern!r} in {self.log.name}")
         assert found is not None
@@ -75,15 +84,16 @@ class Member:
         self.process.terminate()
         return self.process.wait(timeout)
 
-    def children(self) -> set[int]:
-        """Pids of its child processes."""
-        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return {int(pid) for thread in threads for pid in (thread / "children").read_text().split()}
+    def slots(self) -> set[int]:
+        """Pids of a worker's slots: the children of its nursery."""
+        return {slot for nursery in children(self.process.pid) for slot in children(nursery)}
 
 
 class Cluster:
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: Settings, folder: Path, *, forked: bool = False) -> None:
+        """`forked` members come from a process that has loaded the modules: much less work to start."""
         self.settings = settings
+        self._forked = forked
         self.db = Database(settings)
         self._folder = folder
         self._members: list[Member] = []
@@ -97,7 +107,7 @@ class Cluster:
     ) -> Member:
         settings = self.settings.model_copy(update=given)
         log = self._folder / f"{command}-{len(self._members)}.log"
-        member = Member(command, settings, log, path, environment=environment)
+        member = Member(command, settings, log, path, environment=environment, forked=self._forked)
         self._members.append(member)
         return member
 
@@ -140,7 +150,11 @@ class Cluster:
         return self.count("orchestrator_jobs", schema.jobs.c.status.not_in(sorted(TERMINAL)))
 
 
+#: No TLS here: a client of its own for each request would read the system's certificate authorities each time.
+_PLAIN = httpx.Client(timeout=30, trust_env=False, verify=False)  # noqa: S501
+
+
 def post(url: str, path: str, body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}{path}", json=body, timeout=30)
+    answer = _PLAIN.post(f"{url}{path}", json=body)
     answer.raise_for_status()
     return dict(answer.json())

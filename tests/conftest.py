@@ -116,10 +116,12 @@ def redis_url(request: pytest.FixtureRequest) -> str:
 
 # --- settings ---
 
-#: Everything that a test may have to wait for, as short as the relations between settings allow.
+#: Everything that a test may have to wait for, as short as the relations between settings allow; and a window for all
+#: that it submits, also where nobody reads.
 SHORT: dict[str, Any] = {
     "claim_idle_ms": 1000,
     "db_timeout_s": 5.0,
+    "lane_window_min": 32,
     "leader_interval_s": 0.1,
     "leader_trust_margin_s": 0.5,
     "leader_ttl_s": 2.0,

@@ -1,11 +1,12 @@
 """Jobs, workers and GPUs for tests: what a scenario needs, in one line each."""
 
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import event, insert, select, update
 
@@ -13,7 +14,9 @@ from orchestrator.gpu import Gpu, GpuProcess
 from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
 from orchestrator.leases import ResidentSlot, Terms
 from orchestrator.placement import Policy
+from orchestrator.policies import Book
 from orchestrator.store import audit, inventory, nodes, schema
+from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now, utc_shift
@@ -22,6 +25,8 @@ from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
 from orchestrator.store.submit import Verdict, submit_jobs
+
+T = TypeVar("T")
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=60.0, max_crashes=2)
 GATE_PCT = 90
@@ -56,6 +61,9 @@ class Hand:
     worker: nodes.Worker
     gpus: list[Gpu] = field(default_factory=list)
     terms: Terms = field(default_factory=lambda: Terms(STALE_S, Policy.BEST_FIT))
+    #: The policies that it knows of, and the lanes that its transactions let somebody go in.
+    book: Book = field(default_factory=Book)
+    freed: set[str] = field(default_factory=set)
 
     @property
     def worker_id(self) -> str:
@@ -71,8 +79,18 @@ class Hand:
 
         def work(conn: Any) -> Findings:
             nodes.heartbeat(conn, self.worker, beat)
+            nodes.note_progress(conn, {self.worker_id: beat})
             gate = Gate(GATE_PCT)
-            return inventory.take_stock(conn, self.worker, self.gpus, gate, running, patience_s, resident=beat.resident)
+            return inventory.take_stock(
+                conn,
+                self.worker.node_id,
+                [self.worker_id],
+                self.gpus,
+                gate,
+                running,
+                patience_s,
+                resident=beat.resident,
+            )
 
         return self.db.write(work)
 
@@ -91,11 +109,19 @@ class Hand:
         batch: int = 0,
     ) -> dict[str, Claim | NotClaimed]:
         """Try to claim; `memory_mb` is the handler's need, None for a worker without a handler; `batch` its size."""
-        return self.db.write(
-            lambda conn: claim_jobs(
-                conn, self.by, job_ids, lambda _type: memory_mb, held, warm, blank, lambda _type: batch
+
+        def work(conn: Any) -> tuple[dict[str, Claim | NotClaimed], set[str]]:
+            seats = Seats(conn, self.book)
+            seats.expect(job_ids)
+            answers = claim_jobs(
+                conn, self.by, job_ids, lambda _type: memory_mb, held, warm, blank, lambda _type: batch, seats=seats
             )
-        )
+            seats.close()
+            return answers, seats.freed
+
+        answers, freed = self.db.write(work)
+        self.freed |= freed
+        return answers
 
     def claim(self, *job_ids: str, memory_mb: int = 0) -> list[Any]:
         answers = self.offer(*job_ids, memory_mb=memory_mb)
@@ -132,10 +158,12 @@ class Hand:
         self.db.write(lambda conn: conn.execute(silence.values(last_heartbeat=utc_shift(-seconds))))
 
 
-def hire(db: Database, *gpus: Gpu, pool: str = "default", node: str = "node-1", slots: int = 4) -> Hand:
+def hire(
+    db: Database, *gpus: Gpu, pool: str = "default", node: str = "node-1", slots: int = 4, type: str = "echo"
+) -> Hand:
     """Register a worker and let it send its first heartbeat."""
     worker_id = f"{node}:1:{secrets.token_hex(4)}"
-    worker = nodes.Worker(worker_id, node, pool, node, 1, slots, ("echo",))
+    worker = nodes.Worker(worker_id, node, pool, node, 1, slots, (type,))
     db.write(lambda conn: nodes.register(conn, worker, nodes.Host("sim")))
     hand = Hand(db, worker, list(gpus))
     hand.beat()
@@ -144,7 +172,9 @@ def hire(db: Database, *gpus: Gpu, pool: str = "default", node: str = "node-1", 
 
 def done(claim: Claim, result: str = "{}") -> End:
     key = claim.lease.key if claim.lease else None
-    return End(claim.job_id, claim.attempt, Outcome.DONE, run_seconds=0.5, result=result, lease_key=key)
+    return End(
+        claim.job_id, claim.attempt, Outcome.DONE, run_seconds=0.5, result=result, lease_key=key, caps=claim.caps
+    )
 
 
 def failed(claim: Claim, kind: ErrorKind = ErrorKind.TRANSIENT, **fields: Any) -> End:
@@ -184,6 +214,19 @@ def set_job(db: Database, job_id: str, **values: Any) -> None:
 def now(db: Database) -> datetime:
     found: datetime = db.read(lambda conn: conn.execute(select(utc_now())).scalar_one())
     return found
+
+
+def meeting(count: int, call: Callable[..., T]) -> Callable[..., T]:
+    """The first `count` callers of it get their answers together: each has seen what was there before the others."""
+    barrier, left = threading.Barrier(count), iter(range(count))
+
+    def met(*args: Any, **kwargs: Any) -> T:
+        answer = call(*args, **kwargs)
+        if next(left, None) is not None:
+            barrier.wait(30)
+        return answer
+
+    return met
 
 
 def is_sqlite(db: Database) -> bool:

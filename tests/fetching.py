@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 
 from tests.api.conftest import Running
+from tests.waiting import wait_until
 
 
 @dataclass
@@ -21,6 +22,22 @@ class Puppet:
 
     def ask(self, most: int = 1, **given: Any) -> httpx.Response:
         return self.api.post("/jobs/claim", {"worker_id": self.worker_id, "max": most} | given)
+
+    def one(self) -> dict[str, Any]:
+        """Claim a job that waits, perhaps in the hands of whoever announces it: a claim passes over those."""
+        (job,) = self.claim(wait_seconds=20)
+        return job
+
+    def all(self, count: int) -> list[dict[str, Any]]:
+        """Claim so many that wait, in as many steps as it takes."""
+        jobs: list[dict[str, Any]] = []
+
+        def enough() -> bool:
+            jobs.extend(self.claim(count - len(jobs)))
+            return len(jobs) == count
+
+        wait_until(enough, what=f"{count} jobs")
+        return jobs
 
     def claim(self, most: int = 1, **given: Any) -> list[dict[str, Any]]:
         answer = self.ask(most, **given)

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.errors import InvalidInput
 from orchestrator.jsontext import canonical_json
-from worker.handlers import Cancelled, Permanent, Retry, Skip
+from worker.handlers import Cancelled, OutOfTime, Permanent, Retry, Skip
 
 #: Levels a result may nest, as a payload may by default.
 MAX_DEPTH = 64
@@ -51,6 +51,8 @@ def _raised(error: BaseException) -> dict[str, Any]:
             return {"outcome": "skipped", "error": str(error)}
         case Permanent():
             return _failed("permanent", error)
+        case OutOfTime():
+            return _failed("timeout", error)
         case Retry():
             return _failed("transient", error) | {"retry_after_s": error.after}
         case _:

@@ -14,6 +14,8 @@ from worker import artifacts
 
 #: Seconds between two reports of progress; more would only fill the pipe.
 PROGRESS_EVERY_S = 0.1
+#: Seconds before the end of its time in which a handler may still leave by itself; less for the shortest jobs.
+LAST_MOMENT_S = 0.5
 
 
 @dataclass
@@ -27,6 +29,8 @@ class Context:
     model_id: str | None = None
     device: str | None = None
     trace_context: str | None = None
+    #: Seconds from its start after which its process is killed; None: never.
+    max_runtime_sec: float | None = None
     adapter: str | None = None
     variant: str | None = None
     #: Bytes of JSON that a result may have.
@@ -35,6 +39,7 @@ class Context:
     _is_cancelled: Callable[[], bool] = field(default=lambda: False, repr=False)
     _owns: Callable[[], bool] = field(default=lambda: True, repr=False)
     _last_report: float = field(default=float("-inf"), repr=False)
+    _began: float = field(default_factory=time.monotonic, repr=False)
 
     @property
     def jobs(self) -> tuple[Context, ...]:
@@ -45,6 +50,12 @@ class Context:
     def cancelled(self) -> bool:
         """Whether somebody cancelled the job. Look often, clean up and raise Cancelled: soon nobody asks any more."""
         return self._is_cancelled()
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether its `max_runtime_sec` is nearly over. Who raises OutOfTime then keeps its process, and its model."""
+        limit = self.max_runtime_sec
+        return limit is not None and time.monotonic() - self._began > limit - min(LAST_MOMENT_S, limit / 10)
 
     @contextmanager
     def artifact(self, path: str | os.PathLike[str]) -> Iterator[BinaryIO]:

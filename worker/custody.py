@@ -112,13 +112,17 @@ class Custody:
             return Left(Remains.PROCESSES, departure.slot)  # it died meanwhile
         return Left(Remains.MODEL, departure.slot, key, claim.type, claim.model_id, departure.pinned)
 
-    def end_orphans(self, orphans: Iterable[GpuProcess], sample: Sequence[Gpu], worker_id: str) -> None:
-        """Kill processes on our GPUs whose slot, ours or a dead worker's, is gone."""
+    def end_strays(self, sample: Sequence[Gpu], worker_id: str) -> None:
+        """Kill this worker's processes on the GPUs whose slot is gone."""
         running = self._slots.marks()
-        mine = {p for gpu in sample for p in gpu.processes or () if p.worker_id == worker_id and p.mark not in running}
-        for process in sorted({*orphans, *mine}, key=lambda process: process.pid):
-            if _kill(process):
-                log.warning("ended a process that outlived its job", extra={"pid": process.pid, "slot": process.mark})
+        mine = {p for gpu in sample for p in gpu.processes or () if p.worker_id == worker_id}
+        end_processes(process for process in mine if process.mark not in running)
+
+
+def end_processes(processes: Iterable[GpuProcess]) -> None:
+    for process in sorted(processes, key=lambda process: process.pid):
+        if _kill(process):
+            log.warning("ended a process that outlived its job", extra={"pid": process.pid, "slot": process.mark})
 
 
 def _remains(departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | None]) -> Remains:

@@ -43,6 +43,10 @@ class Retry(Exception):
         self.after = after
 
 
+class OutOfTime(Retry):
+    """The job's `max_runtime_sec` is nearly over: raise it when `ctx.out_of_time` turned true, or be killed soon."""
+
+
 @dataclass(frozen=True)
 class Registered:
     type: str

@@ -24,8 +24,8 @@ from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
 from worker.held import Held
 from worker.ledger import Ledger
+from worker.roster import Roster
 from worker.run import NEVER, Batch
-from worker.slots import SlotPool
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Intake:
         hub: Hub,
         lane: Lane,
         reader: LaneReader,
-        slots: SlotPool,
+        slots: Roster,
         ledger: Ledger,
         held: Held,
         settings: Settings,

@@ -14,14 +14,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
+from orchestrator.errors import DatabaseUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot
 from orchestrator.store import audit, leases
 from orchestrator.store.batcher import Batcher
+from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import CONTENT_ERRORS, Database
 from orchestrator.store.moves import Claimant
+from orchestrator.store.policies import Copy
 from orchestrator.store.settle import (
     End,
     NotAllOwned,
@@ -35,6 +37,7 @@ from orchestrator.store.settle import (
     record,
 )
 from orchestrator.stream.lane import Lane
+from worker.acknowledger import Acknowledger
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -45,8 +48,6 @@ log = logging.getLogger(__name__)
 RETRY_EVERY_S = 0.5
 #: Seconds that ends wait for a claim to share their transaction, while the lane is busy.
 LINGER_S = 0.01
-#: Seconds that acknowledgements wait for those of the next commits, while the lane is busy: nobody waits for them.
-ACK_LINGER_S = 0.05
 
 
 class Note(NamedTuple):
@@ -66,7 +67,13 @@ class Offer:
 
 
 Answers = dict[str, Claim | NotClaimed]
-_Written = tuple[list[Settled], list[Answers | Exception]]
+
+
+class _Written(NamedTuple):
+    settled: list[Settled]
+    answers: list[Answers | Exception]
+    #: Lanes in which somebody was let go, since a cap has room.
+    freed: set[str]
 
 
 @dataclass(frozen=True)
@@ -86,22 +93,29 @@ class Ledger:
         lane: Lane,
         by: Claimant,
         policy: RetryPolicy,
+        acks: Acknowledger,
+        policies: Copy,
         *,
         memory_for: Callable[[str], int | None],
         size_of: Callable[[str], int],
         held: Callable[[], set[str]],
         claim_is_near: Callable[[], bool],
         on_settled: Callable[[Sequence[Settled]], None],
+        on_freed: Callable[[set[str]], None],
         on_stuck: Callable[[], None],
     ) -> None:
         self._db = db
         self._lane = lane
         self._by = by
         self._policy = policy
+        self._acks = acks
+        self._policies = policies
         self._memory_for = memory_for
         self._size_of = size_of
         self._held = held
+        self._claim_is_near = claim_is_near
         self._on_settled = on_settled
+        self._on_freed = on_freed
         self._on_stuck = on_stuck
         self._give_up = threading.Event()
         # Ends wait a moment for the claim that follows them, when one is about to.
@@ -110,13 +124,6 @@ class Ledger:
             self._flush,
             linger=lambda: LINGER_S if claim_is_near() else 0.0,
             urgent=lambda item: isinstance(item, Offer),
-        )
-        self._acks: Batcher[list[str], None] = Batcher(
-            "acknowledger",
-            self._acknowledge,
-            weight=len,
-            linger=lambda: ACK_LINGER_S if claim_is_near() else 0.0,
-            urgent=lambda _entry_ids: False,
         )
 
     def note(self, event: Start | End | Release, entry_id: str = "") -> None:
@@ -135,7 +142,7 @@ class Ledger:
             log.error("gave up on unwritten results", extra={"after_s": timeout_s})
             self._give_up.set()
             self._batcher.close(timeout_s)
-        self._acks.close(timeout_s)
+        self._acks.flush(timeout_s)
 
     def _flush(self, items: list[Note | Offer]) -> list[Answers | Exception]:
         notes = [item for item in items if isinstance(item, Note)]
@@ -146,7 +153,7 @@ class Ledger:
         offers = [item for item in items if isinstance(item, Offer)]
         releases = [note.event for note in notes if isinstance(note.event, Release)]
         try:
-            settled, answers = self._write(_Turn(starts, ends, offers, releases))
+            settled, answers, _ = self._write(_Turn(starts, ends, offers, releases))
         except CONTENT_ERRORS as error:
             if len(items) > 1 or offers:
                 raise  # the batcher finds the one at fault
@@ -160,33 +167,48 @@ class Ledger:
             away = DatabaseUnavailable(f"the claim failed: {error}")
             settled, answers = self._write_later(_Turn(starts, ends, [], releases)), [away] * len(offers)
         if settled:
-            self._acks.post([ended[item.end.job_id].entry_id for item in settled])
+            entry_ids = [ended[item.end.job_id].entry_id for item in settled]
+            self._acks.add(self._lane, entry_ids, may_wait=self._claim_is_near())
         self._on_settled(settled)
         replies = iter(answers)
         return [next(replies) if isinstance(item, Offer) else {} for item in items]
 
     def _write(self, turn: _Turn) -> _Written:
         try:
-            return self._db.write(lambda conn: self._turn(conn, turn, checked=False))
+            written = self._db.write(lambda conn: self._turn(conn, turn, checked=False))
         except NotAllOwned:  # rolled back; now find out which
-            return self._db.write(lambda conn: self._turn(conn, turn, checked=True))
+            written = self._db.write(lambda conn: self._turn(conn, turn, checked=True))
+        self._on_freed(written.freed)
+        return written
 
     def _turn(self, conn: Connection, turn: _Turn, *, checked: bool) -> _Written:
         with audit.together(conn):
+            seats = Seats(conn, self._policies.book(conn))
+            offered = [job_id for offer in turn.offers for job_id in offer.job_ids]
+            seats.expect(offered, held=[key for end in turn.ends for key in end.caps], model_id=self._by.model_id)
             leases.lock(conn, _lease_keys(turn))
             if checked or turn.starts or not all_done(turn.ends):
-                settled = record(conn, self._by, turn.starts, turn.ends, self._policy)
+                settled = record(conn, self._by, turn.starts, turn.ends, self._policy, seats=seats)
             else:
-                settled = finish_all(conn, self._by, turn.ends)
+                settled = finish_all(conn, self._by, turn.ends, seats)
             end_leases(conn, [(release.lease_key, release.left) for release in turn.releases])
             held = self._held() - {end.job_id for end in turn.ends}
             answers: list[Answers | Exception] = [
                 claim_jobs(
-                    conn, self._by, offer.job_ids, self._memory_for, held, offer.warm, offer.blank, self._size_of
+                    conn,
+                    self._by,
+                    offer.job_ids,
+                    self._memory_for,
+                    held,
+                    offer.warm,
+                    offer.blank,
+                    self._size_of,
+                    seats=seats,
                 )
                 for offer in turn.offers
             ]
-        return settled, answers
+            seats.close()
+        return _Written(settled, answers, seats.freed)
 
     def _write_failure(self, turn: _Turn) -> list[Settled]:
         """Even that it failed cannot be written: give up this worker's life, so that the leader frees the job."""
@@ -200,7 +222,7 @@ class Ledger:
         """Try until it is written: an end that is dropped would leave its job owned for ever."""
         while turn.starts or turn.ends or turn.releases:
             try:
-                return self._write(turn)[0]
+                return self._write(turn).settled
             except CONTENT_ERRORS:
                 raise
             except Exception as error:
@@ -208,15 +230,6 @@ class Ledger:
                 if self._give_up.wait(RETRY_EVERY_S):
                     raise
         return []
-
-    def _acknowledge(self, groups: list[list[str]]) -> list[None]:
-        entry_ids = [entry_id for group in groups for entry_id in group]
-        try:
-            self._lane.ack(entry_ids)
-        except RedisUnavailable as away:
-            # The leader drops entries whose job is over.
-            log.warning("acknowledgements lost", extra={"entries": len(entry_ids), "error": str(away)})
-        return [None] * len(groups)
 
 
 def _lease_keys(turn: _Turn) -> set[str]:

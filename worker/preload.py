@@ -19,7 +19,7 @@ from orchestrator.store.database import Database
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import Left, Release
 from worker.post import Model
-from worker.slots import SlotPool
+from worker.roster import Roster
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Preloader:
         by: Claimant,
         model: Model,
         watch: Watch,
-        slots: SlotPool,
+        slots: Roster,
         note: Callable[[Release], None],
     ) -> None:
         self._db = db

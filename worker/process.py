@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import socket
-import struct
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
-from orchestrator.gpu.processes import MARK
 from orchestrator.leases import GpuShare, ResidentSlot
 from orchestrator.store.claim import Claim
 from worker import wire
 from worker.flags import Flags
 from worker.lifeline import Lifeline
+from worker.nursery import Child, Nursery
 from worker.run import NEVER, Batch, Run
+
+log = logging.getLogger(__name__)
 
 #: Seconds in which a slot must take what it is sent.
 SEND_TIMEOUT_S = 5
-#: Seconds in which the rest of a frame must follow its beginning. All other slots wait meanwhile.
-RECEIVE_TIMEOUT_S = 2
+#: Seconds after which it is dead that began to say something and does not go on.
+STUCK_S = 2.0
 
 
 @dataclass
 class SlotProcess:
     """`run` is what it runs; it is free when it said hello and runs nothing."""
 
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-    pidfd: int
+    process: Child
+    pipe: wire.Channel
     flags: Flags
     #: WORKER_ID#NUMBER: what its processes are recognised by, also after its end.
     mark: str = ""
@@ -61,21 +57,22 @@ class SlotProcess:
     idle_since: float = 0.0
 
     @classmethod
-    def start(cls, command: list[str], environment: Mapping[str, str], lifeline: Lifeline, mark: str) -> SlotProcess:
-        ours, theirs = Pipe(duplex=True)
+    def start(
+        cls, nursery: Nursery, command: Sequence[str], environment: Mapping[str, str], lifeline: Lifeline, mark: str
+    ) -> SlotProcess:
+        """Raises OSError when there is no process to be had."""
+        ours, theirs = wire.Channel.pair()
         flags = Flags()
-        arguments = [str(theirs.fileno()), str(lifeline.fd), str(flags.fd), str(os.getpid()), *command]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "worker.slot", *arguments],
-            pass_fds=[theirs.fileno(), lifeline.fd, flags.fd],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a process group of its own, to be killed as one
-            # The last keeps programs that name their processes from writing over the mark.
-            env={**_without_settings(os.environ), **environment, MARK: mark, "SPT_NOENV": "1"},
-        )
-        theirs.close()
-        _limit_waits(ours)
-        return cls(process, ours, os.pidfd_open(process.pid), flags, mark)
+        try:
+            child = nursery.bear(command, [theirs.fileno(), lifeline.fd, flags.fd], environment, mark)
+        except OSError:
+            ours.close()
+            flags.close()
+            raise
+        finally:
+            theirs.close()
+        ours.limit_sending(SEND_TIMEOUT_S)
+        return cls(child, ours, flags, mark)
 
     @property
     def occupied(self) -> bool:
@@ -91,21 +88,23 @@ class SlotProcess:
             self.flags.take_down()
 
     def send_jobs(self, batch: Batch) -> None:
-        jobs = [_job(claim) for claim in batch]
         try:
+            jobs = [_job(claim) for claim in batch]
             if batch[0].batch:
-                wire.send(self.pipe, {"jobs": jobs}, f"[{','.join(claim.payload for claim in batch)}]")
+                self.pipe.send({"jobs": jobs}, f"[{','.join(claim.payload for claim in batch)}]")
             else:
-                wire.send(self.pipe, {"job": jobs[0]}, batch[0].payload)
-        except (OSError, TypeError, ValueError):
-            # It died just now, and whoever watches it answers for the job. A pipe that is closed in the middle of a
-            # frame raises TypeError: its number has become None.
+                self.pipe.send({"job": jobs[0]}, batch[0].payload)
+        except OSError:
+            self.kill()  # it died just now, and whoever watches it answers for the job
+        except Exception:
+            # Too large for a frame, or for our memory. Its slot answers for it already, so it must end it, too.
+            log.exception("not sent", extra={"job_id": batch[0].job_id})
             self.kill()
 
     def send(self, head: dict[str, Any]) -> None:
         try:
-            wire.send(self.pipe, head)
-        except (OSError, TypeError, ValueError):
+            self.pipe.send(head)
+        except OSError:
             return  # its end is noticed by whoever watches it
 
     def stop(self, patience_s: float) -> None:
@@ -129,7 +128,7 @@ class SlotProcess:
 
     def look_at_clock(self, now: float) -> None:
         """Do what its jobs' time limits and cancels ask for by now."""
-        if now >= self.stop_by:
+        if now >= self.stop_by or self.pipe.is_stuck(now, STUCK_S):
             self.kill()
         run = self.run
         if run is None or run.verdicts:
@@ -188,18 +187,6 @@ class SlotProcess:
             return  # the process, or the whole group, is gone already
 
 
-def _limit_waits(pipe: Connection) -> None:
-    """The other end may be frozen half-way through a frame larger than the pipe: then it is killed, not waited for."""
-    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", RECEIVE_TIMEOUT_S, 0))
-
-
-def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Handlers get no database password: what they need comes with the job."""
-    return {name: value for name, value in environ.items() if not name.startswith("ORCH_")}
-
-
 def _job(claim: Claim) -> dict[str, Any]:
     return {
         "job_id": claim.job_id,
@@ -209,6 +196,7 @@ def _job(claim: Claim) -> dict[str, Any]:
         "model_id": claim.model_id,
         "device": _device(claim),
         "trace_context": claim.trace_context,
+        "max_runtime_sec": claim.max_runtime_sec,
     }
 
 

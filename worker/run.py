@@ -123,7 +123,7 @@ def _bearer_last(ends: list[End]) -> list[End]:
 
 def _end(claim: Claim, outcome: Outcome, **said: Any) -> End:
     left = Left(Remains.SHARED) if claim.shares else Left()
-    return End(claim.job_id, claim.attempt, outcome, lease_key=claim.lease_key, left=left, **said)
+    return End(claim.job_id, claim.attempt, outcome, lease_key=claim.lease_key, left=left, caps=claim.caps, **said)
 
 
 def _said(claim: Claim, ending: Mapping[str, Any], result: str) -> End:

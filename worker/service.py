@@ -72,6 +72,8 @@ class Service:
         try:
             while not self._leaving.is_set():
                 self._one_session()
+        except Exception:
+            log.exception("post broke", extra={"pool_id": self.post.pool_id})
         finally:
             self.over.set()  # whoever started it may start another
 

@@ -25,7 +25,7 @@ from string import Formatter
 from typing import Any, ClassVar
 
 from worker.context import Context
-from worker.handlers import Cancelled, Permanent, handler
+from worker.handlers import Cancelled, OutOfTime, Permanent, handler
 from worker.loopback import Answer, Request, ask
 from worker.ports import free_port, listens
 from worker.server import PortTaken, Server, ServerBusy, ServerError, ServerFailed, ServerNotReady, ServerSilent
@@ -36,6 +36,8 @@ PLACEHOLDERS = frozenset({"port", "model_id", "device"})
 PORT_TRIES = 3
 #: Seconds between two questions whether it is healthy yet.
 POLL_S = 0.1
+#: Seconds in which one that is healthy says so.
+HEALTH_S = 5.0
 #: Seconds after a broken connection in which the end of the server that broke it shows.
 EXIT_SHOWS_S = 1.0
 #: Characters of a server's complaint that an error shows.
@@ -163,7 +165,8 @@ class ServedModel:
 
     def _is_well(self, look: Callable[[], None]) -> bool:
         try:
-            return ask(self._port, Request("GET", self.recipe.health), self.recipe.headers, look).status == 200
+            question = Request("GET", self.recipe.health, timeout_s=HEALTH_S)
+            return ask(self._port, question, self.recipe.headers, look).status == 200
         except (OSError, HTTPException):
             return False
 
@@ -179,7 +182,7 @@ class ServedModel:
         if 200 <= answer.status < 300:
             return _result(answer.body, ctx.result_limit)
         if answer.status >= 500:
-            self._keep_if_well(ctx, self._server)
+            self._keep_if_well(self._server)
         raise _refusal(answer)
 
     def _forward(self, ctx: Context, server: Server, body: bytes) -> Answer:
@@ -188,17 +191,20 @@ class ServedModel:
         look = partial(_watch, ctx, server)
         try:
             return ask(self._port, request, {"Content-Type": "application/json", **recipe.headers}, look)
+        except OutOfTime:
+            self._keep_if_well(server)  # it stopped working for us when we hung up; loading it anew may take minutes
+            raise
         except TimeoutError:
             self.unload()  # it hangs, and would for the next job as well
             raise ServerSilent(f"the model server did not answer within {recipe.answer_timeout_s:g} s") from None
         except (OSError, HTTPException) as broken:
             server.check(EXIT_SHOWS_S)
-            self._keep_if_well(ctx, server)
+            self._keep_if_well(server)
             raise ServerFailed(f"the model server broke the connection: {broken!r}") from broken
 
-    def _keep_if_well(self, ctx: Context, server: Server) -> None:
+    def _keep_if_well(self, server: Server) -> None:
         """A server that says itself that it is not well is started anew for the next job."""
-        if not self._is_well(partial(_watch, ctx, server)):
+        if not self._is_well(server.check):
             self.unload()
 
     def unload(self) -> None:
@@ -207,9 +213,11 @@ class ServedModel:
 
 
 def _watch(ctx: Context, server: Server) -> None:
-    """What may happen while one waits for a server: the job is cancelled, or the server ends."""
+    """What may happen while one waits for a server: the job is cancelled or out of time, or the server ends."""
     if ctx.cancelled:
         raise Cancelled("while its model server worked on it")
+    if ctx.out_of_time:
+        raise OutOfTime(f"its model server needs longer than max_runtime_sec = {ctx.max_runtime_sec:g}")
     server.check()
 
 

@@ -13,40 +13,34 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator import __version__, tally
 from orchestrator.errors import Overloaded, Unavailable
-from orchestrator.gpu import Gpu, Health, backends
-from orchestrator.gpu.watch import Watch
-from orchestrator.identity import instance_id, node_id
+from orchestrator.gpu import Gpu, Health
+from orchestrator.identity import instance_id
 from orchestrator.jobs import BURY, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
 from orchestrator.leases import ResidentSlot, Terms
-from orchestrator.publisher import Publisher
-from orchestrator.settings import Settings
 from orchestrator.store import nodes, ownership
 from orchestrator.store.claim import NO_BLANK_SLOT, Claim, NotClaimed
-from orchestrator.store.database import Database
 from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
 from orchestrator.store.settle import End, Release, Settled, Start, never_started
-from orchestrator.stream.hub import Hub
 from orchestrator.tally import Sizes, Tally
 from worker import host
 from worker.custody import Custody, Departure
-from worker.doorbell import Listener
 from worker.held import Held
 from worker.intake import Intake
-from worker.keepalive import Keepalive
+from worker.keepalive import Pulse
 from worker.ledger import Ledger
 from worker.lifeline import Lifeline
+from worker.node import Node
 from worker.post import Post
 from worker.preload import Preloader
 from worker.run import Batch
 from worker.slots import SlotEvents, SlotPool
-from worker.starts import Starts
 
 log = logging.getLogger(__name__)
 
@@ -57,22 +51,16 @@ LOOK_EVERY_S = 0.2
 class Session:
     """One registration: creates everything that works under its worker id, and ends it in order."""
 
-    def __init__(
-        self, settings: Settings, db: Database, hub: Hub, publisher: Publisher, post: Post, starts: Starts | None = None
-    ) -> None:
-        self._settings = settings
+    def __init__(self, node: Node, post: Post) -> None:
+        self._node = node
+        self._settings = settings = node.settings
         self._post = post
-        self._starts = starts
-        self._db = db
-        self._hub = hub
-        self._publisher = publisher
-        self._lane = hub.lane(post.pool_id)
-        self._node_id = node_id(settings)
+        self._db = node.db
+        self._publisher = node.publisher
+        self._lane = node.hub.lane(post.pool_id)
         self.worker_id = instance_id()
-        self._backend = backends.choose(settings.gpu_backend, self._node_id, settings.data_dir)
-        self._gpus = Watch(self._backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
         self._by = Claimant(
-            self.worker_id, self._node_id, self._lane.name, settings.job_lease_ttl_s, Terms.of(settings), post.model_id
+            self.worker_id, node.node_id, self._lane.name, settings.job_lease_ttl_s, Terms.of(settings), post.model_id
         )
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
@@ -83,23 +71,25 @@ class Session:
         self._leave_by = math.inf
         self._load_s: float | None = None
         self._lifeline = Lifeline()
-        self._keepalive: Keepalive | None = None
-        self._doorbell: Listener | None = None
-        self._preloader: Preloader | None = None
+        #: Its part in the node's heartbeats, once it is registered.
+        self._pulse: Pulse | None = None
         # Apart from the slots' thread, which must never wait for the database.
         self._questions = ThreadPoolExecutor(1, thread_name_prefix="ownership")
         self.over = threading.Event()
         self.lost = False
-        self._build()
+        self._slots = self._new_slots()
+        self._preloader = self._new_preloader()
+        self._custody = Custody(node.gpus, self._slots, self._write_down)
+        self._ledger = self._new_ledger()
+        self._intake = self._new_intake()
 
-    def _build(self) -> None:
+    def _new_slots(self) -> SlotPool:
         settings = self._settings
-        policy = RetryPolicy.of(settings)
-        self._slots = SlotPool(
+        return SlotPool(
             self._post.slots,
             self.worker_id,
             [str(settings.payload_max_bytes), self._pool_json(), *settings.worker_handlers],
-            self._backend.environment(),
+            self._node.gpus.environment(),
             SlotEvents(
                 self._started,
                 self._ended,
@@ -113,32 +103,42 @@ class Session:
             settings.cancel_step_s,
             self._lifeline,
             self._post.model,
-            starts=self._starts,
+            starts=self._node.starts,
+            nursery=self._node.nursery,
         )
-        if self._post.model is not None:
-            self._preloader = Preloader(self._db, self._by, self._post.model, self._gpus, self._slots, self._write_down)
-        self._custody = Custody(self._gpus, self._slots, self._write_down)
-        self._ledger = Ledger(
+
+    def _new_preloader(self) -> Preloader | None:
+        model = self._post.model
+        return model and Preloader(self._db, self._by, model, self._node.gpus, self._slots, self._write_down)
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger(
             self._db,
             self._lane,
             self._by,
-            policy,
+            RetryPolicy.of(self._settings),
+            self._node.acknowledger,
+            self._node.policies,
             memory_for=self._memory_for,
             size_of=self._slots.size_of,
             held=self._held.job_ids,
             claim_is_near=lambda: self._intake.backlogged and self._slots.quick,
             on_settled=self._settled,
+            on_freed=self._freed,
             on_stuck=self._on_lost,
         )
-        self._intake = Intake(
+
+    def _new_intake(self) -> Intake:
+        hub = self._node.hub
+        return Intake(
             self._db,
-            self._hub,
+            hub,
             self._lane,
-            self._hub.reader(self._lane, self.worker_id),
+            hub.reader(self._lane, self.worker_id),
             self._slots,
             self._ledger,
             self._held,
-            settings,
+            self._settings,
             no_room=self._custody.no_room,
             on_read=self._read,
             on_refused=self._refused,
@@ -167,24 +167,19 @@ class Session:
         if self.over.is_set():
             return  # told to leave before anybody knew of it
         worker = self._describe()
-        self._db.write(lambda conn: nodes.register(conn, worker, host.describe(self._backend.name)))
-        self._keepalive = Keepalive(
-            self._db,
-            worker,
-            self._gpus,
-            self._settings,
+        self._db.write(lambda conn: nodes.register(conn, worker, host.describe(self._node.gpus.name)))
+        self._pulse = Pulse(
+            self.worker_id,
             self._beat,
+            self._slots.marks,
             self._lifeline,
-            on_lost=self._on_lost,
-            on_cancelled=self._cancelled,
-            on_sampled=self._sampled,
-            running=self._slots.marks,
+            self._on_lost,
+            self._cancelled,
+            self._sampled,
         )
-        self._keepalive.start()
+        self._node.keepalive.join(self._pulse)
         if self._preloader is not None:
             self._preloader.start()
-        self._doorbell = Listener(self._hub.doorbell(), self._settings, self._keepalive.poke)
-        self._doorbell.start()
         self._intake.start()
         largest = max(self._slots.batching.sizes.values(), default=0)
         self._publisher.reaches(self._lane.name, self._settings.worker_slots * largest)
@@ -194,7 +189,7 @@ class Session:
     def _describe(self) -> Worker:
         return Worker(
             self.worker_id,
-            self._node_id,
+            self._node.node_id,
             self._lane.name,
             socket.gethostname(),
             os.getpid(),
@@ -217,8 +212,7 @@ class Session:
         if slots == self._slots.count:
             return
         self._slots.resize(slots)
-        if self._keepalive is not None:
-            self._keepalive.poke()
+        self._node.keepalive.poke()
 
     def leave(self, grace_s: float) -> None:
         """Take no more jobs, from now on; `end` waits until then for those that run. Said again, it counts anew."""
@@ -230,13 +224,12 @@ class Session:
     def end(self) -> None:
         """Stop reading → finish or hand back → write it down → deregister. Heartbeats go on until the last."""
         self.leave(max(self._leave_by - time.monotonic(), 0.0) if self._draining else self._settings.worker_grace_s)
-        if self._keepalive is not None:
-            self._keepalive.poke()
+        self._node.keepalive.poke()
         self._finish_or_hand_back()
         self._intake.join()
         self._finish_or_hand_back()  # a claim that was being committed comes after the rest
         self._close()
-        if self._keepalive is None:
+        if self._pulse is None:
             return  # it never registered
         try:
             worker = self._describe()
@@ -269,8 +262,6 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if self._doorbell is not None:
-            self._doorbell.close()
         if self._preloader is not None:
             self._preloader.close()
         self._slots.close()
@@ -278,10 +269,9 @@ class Session:
         self._intake.join()
         self._custody.close(self._settings.db_timeout_s)
         self._ledger.close(self._settings.db_timeout_s)
-        if self._keepalive is not None:
-            self._keepalive.close()
+        if self._pulse is not None:
+            self._node.keepalive.leave(self._pulse)
         self._lifeline.close()  # last: a heartbeat writes to it
-        self._gpus.close()
 
     # ── what the parts tell ─────────────────────────────────────────────────────────────────────────────────
 
@@ -311,8 +301,7 @@ class Session:
         self._load_s = seconds if self._load_s is None else (self._load_s + seconds) / 2
         if self._preloader is not None:
             self._preloader.loaded(model)
-        if self._keepalive is not None:
-            self._keepalive.poke()  # the leader waits for it
+        self._node.keepalive.poke()  # the leader waits for it
 
     def _left(self, model: ResidentSlot, slot: str) -> None:
         self._custody.after(Departure(slot, model.key, model.gpus))
@@ -328,8 +317,8 @@ class Session:
         """Claimed, but its slot went away meanwhile, or the memory that its lease speaks of is not there."""
         reason, pause = (no_room, self._settings.gpu_sample_s) if no_room else ("no slot was free any more", 0.0)
         back = never_started(claim.job_id, claim.attempt, reason, claim.lease_key, pause)
-        if no_room and self._keepalive:
-            self._keepalive.poke()  # the database must hear of it before others get the same answer
+        if no_room:
+            self._node.keepalive.poke()  # the database must hear of it before others get the same answer
         try:
             self._write_down(back)
         except Overloaded:  # the session ended while the claim was being committed: the leader finds the job
@@ -340,16 +329,14 @@ class Session:
             self._publisher.nudge(self._lane.name)
         if any(answer.reason == NO_BLANK_SLOT for answer in answers):
             self._slots.make_blank(self._settings.resident_min_s)
-        elif any(answer.evicting for answer in answers) and self._keepalive:
-            self._keepalive.poke()  # it hears which of our warm models must leave
+        elif any(answer.evicting for answer in answers):
+            self._node.keepalive.poke()  # it hears which of our warm models must leave
 
     def _sampled(self, sample: list[Gpu], findings: Findings) -> None:
         self._slots.evict(findings.evicted)
         self._slots.evict(findings.forgotten, self._settings.db_timeout_s)  # a younger one may not be written down yet
         self._slots.lose_gpus({gpu.uuid for gpu in sample if gpu.health is Health.LOST})
-        self._custody.end_orphans(findings.orphans, sample, self.worker_id)
-        for uuid in findings.quarantined:
-            log.error("GPU quarantined: memory did not come back", extra={"gpu": uuid, "runbook": "gpu-quarantine"})
+        self._custody.end_strays(sample, self.worker_id)
 
     def _progressed(self, claim: Claim, fraction: float, note: str) -> None:
         """What a handler says must not be able to stop the heartbeat that carries it."""
@@ -369,12 +356,14 @@ class Session:
             owns = False
         self._slots.answer(claim, question, owns)
 
-    def _cancelled(self, jobs: list[tuple[str, int]]) -> None:
+    def _cancelled(self, jobs: Sequence[tuple[str, int]]) -> None:
         for job_id, attempt in jobs:
             self._slots.cancel(job_id, attempt)
 
     def _read(self, count: int, ran_dry: bool) -> None:
-        if ran_dry:
+        if not count:
+            self._publisher.idle(self._lane.name)
+        elif ran_dry:
             self._publisher.nudge(self._lane.name)
         else:
             self._publisher.consumed(self._lane.name, count)
@@ -385,6 +374,10 @@ class Session:
         self._counts["failed"] += sum(item.arrow in (FAIL, BURY, RETRY) for item in settled)
         if any(item.arrow in (HAND_BACK, RETRY) for item in settled):
             self._publisher.nudge(self._lane.name)
+
+    def _freed(self, lanes: Collection[str]) -> None:
+        for lane in lanes:
+            self._publisher.nudge(lane)
 
     def _beat(self) -> Beat:
         progress = tuple((job_id, *report) for job_id, report in list(self._progress.items()))

@@ -1,8 +1,8 @@
 """A slot: one child process that loads handlers once and runs jobs, or batches of them, one after the other.
 
-    python -m worker.slot FD LIFELINE_FD FLAGS_FD PARENT_PID RESULT_LIMIT POOL [MODULE …]
+    FD LIFELINE_FD FLAGS_FD PARENT_PID RESULT_LIMIT POOL [MODULE …]
 
-POOL is the adapter and the variant of the pool that it belongs to, as JSON.
+are its arguments; POOL is the adapter and the variant of the pool that it belongs to, as JSON.
 
 It talks to its supervisor over FD and to nothing else: no database, no Redis. Whatever a handler does to this
 process, the supervisor sees it end.
@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from worker import answers, handlers, lifeline, wire
@@ -35,7 +35,7 @@ LOOK_EVERY_S = 0.1
 
 @dataclass
 class Slot:
-    pipe: Connection
+    pipe: wire.Channel
     registry: dict[str, Registered]
     flags: Flags
     result_limit: int
@@ -63,17 +63,17 @@ class Slot:
             raise Cancelled("asked to stop")
 
     def run(self) -> None:
-        wire.send(self.pipe, self._introduction())
+        self.pipe.send(self._introduction())
         while True:
-            head, body = wire.receive(self.pipe)
+            head, body = self.pipe.receive()
             if "stop" in head:
                 break
             if "load" in head:
-                wire.send(self.pipe, self._preload(head["load"]))
+                self.pipe.send(self._preload(head["load"]))
             elif "job" in head:
-                wire.send(self.pipe, *self._run_job(head["job"], body))
+                self.pipe.send(*self._run_job(head["job"], body))
             elif "jobs" in head:
-                wire.send(self.pipe, *self._run_batch(head["jobs"], body))
+                self.pipe.send(*self._run_batch(head["jobs"], body))
             # Anything else is the answer to a question of a job that did not wait for it.
         self.models.unload_all()
 
@@ -161,14 +161,14 @@ class Slot:
 
     def _owns(self, place: int = 0) -> bool:
         self.questions += 1
-        wire.send(self.pipe, {"owns": self.questions, "place": place})
+        self.pipe.send({"owns": self.questions, "place": place})
         while True:
-            head, _ = wire.receive(self.pipe)
+            head, _ = self.pipe.receive()
             if head.get("question") == self.questions:
                 return bool(head["owns"])
 
     def _report(self, fraction: float, note: str, place: int = 0) -> None:
-        wire.send(self.pipe, {"progress": [fraction, note], "place": place})
+        self.pipe.send({"progress": [fraction, note], "place": place})
 
 
 def main() -> None:
@@ -177,7 +177,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which decides what happens here
     for inherited in (int(fd), int(lifeline_fd), int(flags_fd)):
         os.set_inheritable(inherited, False)
-    pipe = Connection(int(fd))
+    pipe = wire.Channel(socket.socket(fileno=int(fd)))
     try:
         slot = Slot(pipe, handlers.load(modules), Flags(int(flags_fd)), int(result_limit), json.loads(pool))
         slot.listen()
@@ -185,7 +185,3 @@ def main() -> None:
         slot.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the supervisor is gone, and so are we
-
-
-if __name__ == "__main__":
-    main()

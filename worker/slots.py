@@ -1,4 +1,4 @@
-"""The supervisor's side of its slots: start them, hand them jobs, hear their answers, end them.
+"""The slots' thread: it starts them, hears their answers, watches their clocks and buries them.
 
 One thread owns all of it. It starts every process (the kernel's parent-death signal follows the *thread* that
 started a child), waits for answers and exits together, enforces time limits, and starts anew what died.
@@ -18,24 +18,21 @@ from typing import Any
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
-from worker import wire
 from worker.handlers import Batching
 from worker.lifeline import Lifeline
+from worker.nursery import Nursery
 from worker.post import Model
-from worker.process import SlotProcess, loading
+from worker.process import SlotProcess
+from worker.roster import Roster
 from worker.run import Batch, Run
 from worker.starts import PATIENCE_S, Starts
 
 log = logging.getLogger(__name__)
 
-#: Seconds between looks at time limits.
-TICK_S = 0.1
+#: Seconds between looks at time limits, and at least as many: answers may come much more often.
+TICK_S, LEAST_TICK_S = 0.1, 0.02
 #: A job is written down as running when it has run this long; one that ends sooner needs no such write.
 RUNNING_AFTER_S = 0.05
-#: Jobs of less than this many seconds are worth waiting for.
-QUICK_S = 0.002
-#: Seconds that a slot which must go gets to unload its model.
-STOP_S = 5.0
 #: A slot that cannot start is tried again after 0.5, 1, 2 … at most this many seconds.
 MAX_RESPAWN_DELAY_S = 30.0
 
@@ -60,7 +57,7 @@ class SlotEvents:
     load_failed: Callable[[str], None] = lambda _error: None
 
 
-class SlotPool:
+class SlotPool(Roster):
     def __init__(
         self,
         count: int,
@@ -73,153 +70,31 @@ class SlotPool:
         model: Model | None = None,
         *,
         starts: Starts | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
-        self._count = count
+        """`starts` and `nursery` are shared by all who run slots on this node; absent, it has its own."""
+        super().__init__(count, cancel_step_s, model)
         self._starts = starts or Starts()
-        self._model = model
-        #: Slots that were evicted for others: who takes their place loads nothing before a job needs it.
-        self._evicted = 0
+        self._nursery = nursery or Nursery()
+        self._owns_nursery = nursery is None
         self._name = name
         self._started = 0
         self._lifeline = lifeline
-        self._cancel_step_s = cancel_step_s
         self._command = command
         self._environment = environment
         self._events = events
-        self._slots: list[SlotProcess] = []
-        self._free: list[SlotProcess] = []
-        self._changed = threading.Condition()  # over a lock that its holder may take again
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
-        self._closing = False
-        self._failures = 0
         self._respawn_at = 0.0
-        #: Why slots do not start; None when they do.
-        self.trouble: str | None = None
-        #: Moving average of how long jobs run.
-        self._usual_run_s = 0.0
-        #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
-        self.memory: dict[str, int] = {}
-        #: Types whose models leave for nobody.
-        self.pinned: frozenset[str] = frozenset()
-        self.batching = Batching()
+        self._looked_at_clocks = 0.0
         self._thread = threading.Thread(target=self._loop, name="slots", daemon=True)
 
     def start(self) -> None:
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
         self._thread.start()
 
-    def wait_known(self, timeout_s: float) -> bool:
-        """Wait until the handlers are known: the first slot is up."""
-        with self._changed:
-            return bool(self._changed.wait_for(lambda: self.memory or self._closing, timeout_s))
-
     # ── called by other threads ─────────────────────────────────────────────────────────────────────────────
-
-    def wait_free(self, timeout_s: float, linger_s: float = 0.0) -> int:
-        """Free slots, waiting up to `timeout_s` for the first.
-
-        When the running jobs are likely to end within `linger_s`, waits that long for them too: one claim for
-        sixteen jobs costs little more than one for eight.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closing, timeout_s)
-            if self._free and self.quick:
-                self._changed.wait_for(lambda: len(self._free) == len(self._slots) or self._closing, linger_s)
-            return len(self._free)
-
-    def vacancies(self) -> tuple[list[ResidentSlot], int]:
-        """Of the free slots, the models that some keep warm, the most recently used first, and how many are blank."""
-        with self._changed:
-            warm = sorted((slot for slot in self._free if slot.resident), key=lambda slot: -slot.idle_since)
-            return [slot.resident for slot in warm if slot.resident], len(self._free) - len(warm)
-
-    def dispatch(self, batch: Batch) -> bool:
-        """Give jobs to a free slot that may run them; False when there is none (any more)."""
-        with self._changed:
-            slot = None if self._closing else self._slot_for(batch[0])
-            if slot is None:
-                return False
-            self._free.remove(slot)
-            slot.take(batch)
-        slot.send_jobs(batch)
-        return True
-
-    def _slot_for(self, claim: Claim) -> SlotProcess | None:
-        """Under a warm model's lease: its slot. With a lease of its own: one that holds nothing. Else any."""
-        if claim.lease and claim.lease.resident:
-            return next((s for s in self._free if s.resident and s.resident.key == claim.lease.resident), None)
-        blank = next((slot for slot in reversed(self._free) if slot.resident is None), None)
-        if blank is not None or claim.gpus:
-            return blank
-        return self._free[-1] if self._free else None
-
-    def reuse(self, mark: str) -> None:
-        """Its leased job left nothing on the GPU."""
-        with self._changed:
-            for slot in self._inspected(mark):
-                slot.resident = None
-                self._release(slot)
-
-    def settle_in(self, mark: str, model: ResidentSlot) -> bool:
-        """Its leased job left a model that stays; False when the slot is gone or going."""
-        with self._changed:
-            found = [slot for slot in self._inspected(mark) if not (slot.dying or slot.worn)]
-            for slot in found:
-                slot.idle_since = time.monotonic()
-                if slot.resident is None:
-                    slot.resident, slot.resident_since = model, slot.idle_since
-                self._release(slot)
-            return bool(found)
-
-    def retire(self, mark: str) -> None:
-        """Its leased job left memory in use: the process must go. Another one takes its place."""
-        with self._changed:
-            for slot in self._inspected(mark):
-                slot.inspected, slot.resident = False, None
-                slot.kill()
-
-    def _inspected(self, mark: str) -> list[SlotProcess]:
-        return [slot for slot in self._slots if slot.mark == mark and slot.inspected]
-
-    def evict(self, keys: Collection[str], idle_s: float = 0.0) -> None:
-        """End free slots that keep a model warm under one of these leases, and have been idle for so long."""
-        with self._changed:
-            since = time.monotonic() - idle_s
-            warm = [slot for slot in self._free if slot.resident and slot.resident.key in keys]
-            for slot in [slot for slot in warm if slot.idle_since <= since]:
-                self._unseat(slot)
-
-    def make_blank(self, min_s: float) -> None:
-        """End the warm model that was idle longest, so that another job gets its slot, unless it came just now."""
-        with self._changed:
-            since = time.monotonic() - min_s
-            warm = [slot for slot in self._free if slot.resident and slot.resident.type not in self.pinned]
-            old = [slot for slot in warm if slot.resident_since <= since]
-            for slot in sorted(old, key=lambda slot: slot.idle_since)[:1]:
-                self._unseat(slot)
-
-    def _unseat(self, slot: SlotProcess) -> None:
-        self._free.remove(slot)
-        self._evicted += 1
-        slot.kill()
-
-    def awaits_load(self, mark: str) -> bool:
-        with self._changed:
-            return any(slot.mark == mark and slot.unloaded and not slot.dying for slot in self._slots)
-
-    def load(self, mark: str, model: ResidentSlot | None) -> bool:
-        """Let a slot load its pool's model, under this lease; False when the slot is gone or going."""
-        assert self._model is not None, "only slots of a pool with a model ask for it"
-        with self._changed:
-            found = next((s for s in self._slots if s.mark == mark and s.unloaded and not (s.dying or s.leaving)), None)
-            if found is None or self._closing:
-                return False
-            found.unloaded, found.loading, found.resident = False, True, model
-            head = loading(self._model.type, self._model.model_id, model)
-        found.send({"load": head})
-        return True
 
     def resize(self, count: int) -> None:
         """Have so many slots. Those that are too many go when they are free, the least useful first."""
@@ -233,86 +108,6 @@ class SlotPool:
             for slot in sorted(staying, key=_usefulness)[: max(len(staying) - count, 0)]:
                 self._dismiss(slot)
             self._wake()
-
-    def _dismiss(self, slot: SlotProcess) -> None:
-        slot.leaving = True
-        if slot in self._free:
-            self._free.remove(slot)
-            slot.stop(STOP_S)
-        elif not slot.occupied:
-            slot.kill()  # nothing runs there yet
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    def usable(self) -> int:
-        """Slots that take jobs, or run one."""
-        with self._changed:
-            return sum(slot.ready and not (slot.dying or slot.leaving) for slot in self._slots)
-
-    def lose_gpus(self, uuids: Collection[str]) -> None:
-        """End what runs or is kept on GPUs that are lost."""
-        with self._changed:
-            for slot in self._slots:
-                slot.lose_gpu(uuids)
-
-    def marks(self) -> set[str]:
-        """Slots whose processes live."""
-        with self._changed:
-            return {slot.mark for slot in self._slots}
-
-    def resident(self) -> tuple[str, ...]:
-        """The leases of the models that slots keep."""
-        with self._changed:
-            return tuple(slot.resident.key for slot in self._slots if slot.resident)
-
-    def cancel(self, job_id: str, attempt: int) -> None:
-        """Stop this job, gently at first. Its end comes like any other; asking again changes nothing."""
-        with self._changed:
-            for slot in self._slots:
-                if slot.runs(job_id, attempt):
-                    slot.cancel(job_id, self._cancel_step_s)
-
-    def answer(self, claim: Claim, question: int, owns: bool) -> None:
-        """Tell the slot that runs this job whether the job is still its own."""
-        with self._changed:
-            for slot in self._slots:
-                if slot.runs(claim.job_id, claim.attempt):
-                    slot.send({"owns": owns, "question": question})
-
-    def memory_for(self, type: str) -> int | None:
-        """Default need in MB of this job type's handler; None when there is no handler."""
-        return self.memory.get(type)
-
-    def size_of(self, type: str) -> int:
-        """Jobs in a full batch of this type; 0 when its handler takes them one by one."""
-        return self.batching.sizes.get(type, 0)
-
-    @property
-    def quick(self) -> bool:
-        """Whether jobs usually end within a few milliseconds."""
-        return self._usual_run_s < QUICK_S
-
-    def busy(self) -> int:
-        with self._changed:
-            return sum(slot.occupied for slot in self._slots)
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing runs; False when something still does after `timeout_s`."""
-        with self._changed:
-            deadline = time.monotonic() + timeout_s
-            while any(slot.occupied for slot in self._slots):
-                if time.monotonic() >= deadline:
-                    return False
-                self._changed.wait(TICK_S)
-            return True
-
-    def hand_back(self, reason: str) -> None:
-        """Kill the process groups of all running jobs, which may run elsewhere."""
-        with self._changed:
-            for slot in self._slots:
-                slot.hand_back(reason)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End all slots: asked first, killed after a moment."""
@@ -330,6 +125,8 @@ class SlotPool:
                 slot.hand_back("its worker was stopped")
                 slot.kill()
         self._join(timeout_s)
+        if self._owns_nursery:
+            self._nursery.close()
         for fd in (self._wake_r, self._wake_w):
             os.close(fd)
 
@@ -356,21 +153,31 @@ class SlotPool:
             slot: SlotProcess | None = key.data
             if slot is None:
                 os.read(self._wake_r, 4096)
-            elif key.fd == slot.pidfd:
+            elif key.fd == slot.process.pidfd:
                 self._bury(slot)
             else:
                 self._hear(slot)
-        self._look_at_clocks()
+        now = time.monotonic()
+        if now >= self._looked_at_clocks + LEAST_TICK_S:
+            self._looked_at_clocks = now
+            self._look_at_clocks(now)
 
     def _respawn(self) -> None:
         while self._may_start():
             self._started += 1
             mark = f"{self._name}#{self._started}"
-            slot = SlotProcess.start(self._command, self._environment, self._lifeline, mark)
+            try:
+                slot = SlotProcess.start(self._nursery, self._command, self._environment, self._lifeline, mark)
+            except OSError as error:
+                self._starts.give()
+                self._fail_to_start(f"no slot could be started: {error}")
+                return
             with self._changed:
                 self._slots.append(slot)
+                if self._surplus():  # somebody wanted fewer while it was being started
+                    self._dismiss(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
-            self._selector.register(slot.pidfd, selectors.EVENT_READ, slot)
+            self._selector.register(slot.process.pidfd, selectors.EVENT_READ, slot)
 
     def _may_start(self) -> bool:
         return not self._closing and self._missing() and time.monotonic() >= self._respawn_at and self._starts.take()
@@ -382,11 +189,18 @@ class SlotPool:
             self._starts.give()
 
     def _missing(self) -> bool:
-        return sum(not slot.leaving for slot in self._slots) < self._count
+        return self._staying() < self._count
+
+    def _surplus(self) -> bool:
+        return self._staying() > self._count
+
+    def _staying(self) -> int:
+        return sum(not slot.leaving for slot in self._slots)
 
     def _hear(self, slot: SlotProcess) -> None:
         try:
-            self._understand(slot, *wire.receive(slot.pipe))
+            for frame in slot.pipe.receive_now():
+                self._understand(slot, *frame)
         except (EOFError, OSError, ValueError, TypeError, LookupError):
             self._selector.unregister(slot.pipe)
             slot.kill()  # a slot that cannot be understood is as good as dead, and its job ends as such
@@ -435,39 +249,20 @@ class SlotPool:
         else:
             self._release(slot)
 
-    def _release(self, slot: SlotProcess) -> None:
-        with self._changed:
-            slot.ready, slot.run, slot.inspected = True, None, False
-            self._failures, self.trouble = 0, None
-            if slot.worn:
-                slot.kill()
-            elif slot.leaving:
-                slot.stop(STOP_S)
-            elif self._closing:
-                slot.send({"stop": True})
-            elif not slot.dying:
-                self._free.append(slot)
-            if len(self._free) in (1, len(self._slots)) or self._closing:
-                self._changed.notify_all()  # waking everybody for each slot would cost more than the job
-
     def _bury(self, slot: SlotProcess) -> None:
         """A slot's process ended: sweep its group, answer for its job, make room for a new one."""
         slot.kill()  # first, or children that hold its pipe could keep us reading
         self._drain(slot)
         self._started_up(slot)
-        code = slot.process.wait()
-        for source in (slot.pidfd, slot.pipe):
+        code = slot.process.reap()
+        for source in (slot.process.pidfd, slot.pipe):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
-        os.close(slot.pidfd)
+        os.close(slot.process.pidfd)
         slot.pipe.close()
         slot.flags.close()
         if not (slot.ready or slot.leaving or self._closing):  # nobody wanted it to end
-            self._failures += 1
-            delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
-            self._respawn_at = time.monotonic() + delay
-            self.trouble = f"a slot ended with code {code} before it could take jobs; next try in {delay:g} s"
-            log.error("slot does not start", extra={"exit_code": code, "next_try_s": delay})
+            self._fail_to_start(f"a slot ended with code {code} before it could take jobs")
         with self._changed:
             run, slot.run = slot.run, None
             self._slots.remove(slot)
@@ -479,13 +274,19 @@ class SlotPool:
         elif slot.resident is not None and not slot.inspected:
             self._events.left(slot.resident, slot.mark)
 
+    def _fail_to_start(self, why: str) -> None:
+        self._failures += 1
+        delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
+        self._respawn_at = time.monotonic() + delay
+        self.trouble = f"{why}; next try in {delay:g} s"
+        log.error("slot does not start", extra={"reason": why, "next_try_s": delay})
+
     def _drain(self, slot: SlotProcess) -> None:
         """Hear what it said just before its end: the job may have finished."""
-        while slot.pipe in self._selector.get_map() and slot.pipe.poll():
+        while slot.pipe in self._selector.get_map() and slot.pipe.is_readable:
             self._hear(slot)
 
-    def _look_at_clocks(self) -> None:
-        now = time.monotonic()
+    def _look_at_clocks(self, now: float) -> None:
         leases_over = now > self._lifeline.leased_until
         with self._changed:
             for slot in self._slots:

@@ -1,8 +1,8 @@
 """Lets only so many slots of a node start at the same time.
 
-Each is a fresh interpreter that keeps a core busy for about a second. When a node gets many at once, because another
-one died, they would take the time of the heartbeats: the leader gives their workers up, their slots start elsewhere,
-and take the time of the heartbeats there.
+Each keeps a core busy while its handlers are loaded, for seconds perhaps. When a node gets many at once, because
+another one died, they would take the time of the heartbeats: the leader gives their workers up, their slots start
+elsewhere, and take the time of the heartbeats there.
 """
 
 from __future__ import annotations

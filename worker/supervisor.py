@@ -15,24 +15,24 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.errors import OrchestratorError, Unavailable
-from orchestrator.identity import instance_id, node_id
+from orchestrator.identity import instance_id
 from orchestrator.jobs import DEFAULT_LANE
-from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import crews
 from orchestrator.store.crews import Order
-from orchestrator.store.database import Database
-from orchestrator.stream.hub import Hub
-from worker.doorbell import Listener
+from worker.node import Node
 from worker.post import Post
 from worker.service import Service
 from worker.session import Session
-from worker.starts import Starts
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 log = logging.getLogger(__name__)
+
+#: Seconds until a post that could not be manned is tried again; each time twice as many.
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
 
 
 class Duty(NamedTuple):
@@ -44,46 +44,50 @@ class Duty(NamedTuple):
     outdated: bool = False
 
 
+class _Pause(NamedTuple):
+    """Before a post that could not be manned is tried again."""
+
+    until: float
+    length_s: float
+
+
 class Supervisor:
     """Runs posts until stopped; survives servers that are away."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._id = instance_id()
-        self._node_id = node_id(settings)
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._db = Database(settings)
-        self._hub = Hub(settings)
-        self._publisher = Publisher(self._db, self._hub, settings)
-        self._bell = Listener(self._hub.doorbell(), settings, self._wake.set)
+        self._node = Node(settings, self._wake.set)
+        self._node_id = self._node.node_id
+        self._db = self._node.db
         self._services: dict[tuple[str, int], Service] = {}
         #: Those whose last jobs run. Their posts may be manned again beside them: a long job keeps nobody waiting.
         self._leaving: list[Service] = []
+        #: Posts that could not be manned, or broke before their slots were up.
+        self._pauses: dict[tuple[str, int], _Pause] = {}
         #: What should run, by the last answer of the database.
         self._duties = [Duty(self._own_post())]
         #: Seconds in which somebody wants this node empty.
         self._node_leave_s: float | None = None
         self._has_node = False
-        self._starts = Starts()
+        #: Whether the pool that it was started for has ever had a row.
+        self._had_pool = False
 
     def stop(self) -> None:
         self._stop.set()
         self._wake.set()
 
     def run(self) -> None:
-        self._publisher.start()
-        self._bell.start()
+        self._node.start()
         while not self._stop.is_set():
             self._look()
             self._converge()
             self._wake.wait(self._settings.reconcile_interval_s)
             self._wake.clear()
         self._leave()
-        self._bell.close()
-        self._publisher.close()
-        self._hub.close()
-        self._db.close()
+        self._node.close()
 
     # ── what should be ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,15 +102,22 @@ class Supervisor:
 
     def _read(self, conn: Connection) -> tuple[list[Duty], float | None]:
         lane = self._settings.worker_pool
-        duties = [self._own(conn, lane)] if lane else [Duty(self._own_post()), *self._assigned(conn)]
+        duties = self._own(conn, lane) if lane else [Duty(self._own_post()), *self._assigned(conn)]
         return duties, crews.node_leave_s(conn, self._node_id)
 
     def _own_post(self) -> Post:
         return Post(self._settings.worker_pool or DEFAULT_LANE, self._settings.worker_slots)
 
-    def _own(self, conn: Connection, pool_id: str) -> Duty:
+    def _own(self, conn: Connection, pool_id: str) -> list[Duty]:
+        """What the pool's row says; without one, whoever was started for this lane serves it.
+
+        Unless there was one: a pool that is deleted was closed, and its lane does not open to those who left it.
+        """
         order = crews.order_for(conn, pool_id)
-        return Duty(Post.of(order, self._settings.worker_slots), order.leave_s) if order else Duty(self._own_post())
+        if order is None:
+            return [] if self._had_pool else [Duty(self._own_post())]
+        self._had_pool = True
+        return [Duty(Post.of(order, self._settings.worker_slots), order.leave_s)]
 
     def _assigned(self, conn: Connection) -> list[Duty]:
         types = self._types()
@@ -127,15 +138,46 @@ class Supervisor:
 
     def _converge(self) -> None:
         wanted = {duty.post.key: duty for duty in self._duties}
-        present = [service for service in self._present() if not service.over.is_set()]
+        present = self._present()
+        for service in present:
+            self._note_health(service)
+        self._pauses = {key: pause for key, pause in self._pauses.items() if key in wanted}
+        present = [service for service in present if not service.over.is_set()]
         self._services = {service.post.key: service for service in present if not service.leaving}
         self._leaving = [service for service in present if service.leaving]
         for key, duty in wanted.items() if self._node_leave_s is None else ():
             if key not in self._services and duty.leave_s is None and not duty.outdated and duty.post.slots:
-                self._services[key] = service = Service(duty.post, self._new_session)
-                service.start()
+                self._man(duty.post)
         for service in self._present():
-            self._adjust(service, wanted.get(service.post.key))
+            try:
+                self._adjust(service, wanted.get(service.post.key))
+            except Exception:
+                log.exception("post not told its orders", extra={"pool_id": service.post.pool_id})
+
+    def _man(self, post: Post) -> None:
+        """One that cannot be manned (no more threads, no more files) must not cost the others their jobs."""
+        pause = self._pauses.get(post.key)
+        if pause is not None and time.monotonic() < pause.until:
+            return
+        try:
+            service = Service(post, self._new_session)
+            service.start()
+        except Exception:
+            log.exception("post not manned", extra={"pool_id": post.pool_id})
+            self._pause(post.key)
+        else:
+            self._services[post.key] = service
+
+    def _note_health(self, service: Service) -> None:
+        if service.types:
+            self._pauses.pop(service.post.key, None)
+        if service.over.is_set() and not service.leaving:  # it broke
+            self._pause(service.post.key)
+
+    def _pause(self, key: tuple[str, int]) -> None:
+        last = self._pauses.get(key)
+        length_s = FIRST_PAUSE_S if last is None else min(2 * last.length_s, LONGEST_PAUSE_S)
+        self._pauses[key] = _Pause(time.monotonic() + length_s, length_s)
 
     def _adjust(self, service: Service, duty: Duty | None) -> None:
         limits = [limit for limit in (self._node_leave_s, duty and duty.leave_s) if limit is not None]
@@ -155,7 +197,7 @@ class Supervisor:
         )
 
     def _new_session(self, post: Post) -> Session:
-        return Session(self._settings, self._db, self._hub, self._publisher, post, self._starts)
+        return Session(self._node, post)
 
     def _leave(self) -> None:
         """All posts at once: each has its own jobs to wait for."""
@@ -169,7 +211,7 @@ class Supervisor:
         if self._has_node:
             try:
                 self._db.write(lambda conn: crews.leave_node(conn, self._node_id, self._id))
-                self._hub.ask_for_pools(self._node_id)
+                self._node.hub.ask_for_pools(self._node_id)
             except Unavailable as away:
                 log.warning("left without a word", extra={"error": str(away)})
 

@@ -17,8 +17,10 @@ from orchestrator.api import (
     job_actions,
     jobs,
     leases,
+    policies,
     pools,
     problems,
+    schedules,
     submit,
     workers,
 )
@@ -28,7 +30,21 @@ from orchestrator.api.replies import Json
 from orchestrator.daemon import Orchestrator
 
 #: Every module with a router. `fetch` before `jobs`, which would take /jobs/dispatchable for a job's id.
-NOUNS = (submit, fetch, jobs, job_actions, dlq, leases, workers, pools, control, cluster, health)
+NOUNS = (
+    submit,
+    fetch,
+    jobs,
+    job_actions,
+    dlq,
+    leases,
+    workers,
+    pools,
+    policies,
+    schedules,
+    control,
+    cluster,
+    health,
+)
 
 
 def create_app(orchestrator: Orchestrator) -> FastAPI:

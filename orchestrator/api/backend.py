@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from orchestrator.api.gauges import Gauges
-from orchestrator.api.probes import Probes
+from orchestrator.api.probes import Probe, Probes
 from orchestrator.api.teller import Teller
 from orchestrator.api.waiters import Waiters
 from orchestrator.daemon import Orchestrator
@@ -23,9 +23,12 @@ from orchestrator.store.dead_letters import Removed
 from orchestrator.store.dispatch import Fetch
 from orchestrator.store.reports import Ended, Heard, Report, Sign
 from orchestrator.store.settle import End
-from orchestrator.store.submit import Verdict
+from orchestrator.store.submit import Answer
 
 T = TypeVar("T")
+
+#: Seconds for which statistics are good enough, however many ask.
+STATS_S = 1.0
 
 
 class Backend:
@@ -38,6 +41,7 @@ class Backend:
         self.openings = Waiters(self._openings)
         self.gauges = Gauges(orchestrator)
         self.probes = Probes(orchestrator)
+        self.stats = Probe(lambda: orchestrator.db.read(job_reads.stats), keep_s=STATS_S)
         self.teller = Teller(orchestrator.hub)
         # More threads than connections would only wait for connections.
         self._threads = ThreadPoolExecutor(self.settings.db_pool_size, thread_name_prefix="api-db")
@@ -48,8 +52,10 @@ class Backend:
     async def write(self, work: Callable[[Any], T]) -> T:
         return await self._in_thread(lambda: self.orchestrator.db.write(work))
 
-    async def submit(self, jobs: Sequence[NewJob]) -> list[Verdict]:
-        return await self._limited(asyncio.wrap_future(self.orchestrator.submit(jobs)))
+    async def submit(self, jobs: Sequence[NewJob]) -> list[Answer]:
+        future = self.orchestrator.submit(jobs)
+        # What was refused at once, under a flood, need not wake the loop to say so.
+        return future.result() if future.done() else await self._limited(asyncio.wrap_future(future))
 
     async def lease(self, request: LeaseRequest) -> Granted | Denied:
         future = self.orchestrator.lease(request)
@@ -98,6 +104,12 @@ class Backend:
         if ring:
             self.teller.ring()
 
+    def policies_changed(self) -> None:
+        """Decisions here follow it at once, those of other instances when their copies are old; workers are rung."""
+        self.orchestrator.policies.expire()
+        self.orchestrator.leader.hurry("caps")  # who waits for a cap that is gone goes
+        self.teller.ring()
+
     def stop_waiting(self) -> None:
         self.waiters.close()
         self.openings.close()
@@ -111,7 +123,8 @@ class Backend:
         return await self.read(lambda conn: job_reads.terminal_among(conn, job_ids))
 
     async def _openings(self, worker_ids: list[str]) -> set[str]:
-        return await self.read(lambda conn: dispatch.openings(conn, worker_ids))
+        policies = self.orchestrator.policies
+        return await self.read(lambda conn: dispatch.openings(conn, worker_ids, policies.book(conn)))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await self._limited(asyncio.get_running_loop().run_in_executor(self._threads, call))
@@ -119,7 +132,8 @@ class Backend:
     async def _limited(self, answer: Awaitable[T]) -> T:
         limit = self.settings.db_timeout_s
         try:
-            return await asyncio.wait_for(answer, limit)
+            async with asyncio.timeout(limit):  # not wait_for, which takes a turn of the loop more
+                return await answer
         except TimeoutError:
             raise DatabaseUnavailable(f"no answer within {limit:g} seconds") from None
 

@@ -7,14 +7,14 @@ a byte order mark, invalid UTF-8) and compressed bodies, whose size on arrival s
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from orchestrator.api.problems import BodyTooSlow, MalformedBody, UnsupportedMediaType, invalid_model
-from orchestrator.errors import PayloadTooLarge
+from orchestrator.errors import InvalidInput, PayloadTooLarge
+from orchestrator.jsontext import strict_json
 
 #: Seconds a body may take to arrive.
 ARRIVAL_LIMIT_S = 30.0
@@ -78,23 +78,6 @@ def _too_large(limit: int) -> PayloadTooLarge:
 def parse(raw: bytes) -> Any:
     """Raises MalformedBody."""
     try:
-        return json.loads(raw.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
-    except RecursionError:
-        raise MalformedBody("the body is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise MalformedBody("the body is not UTF-8") from None
-    except json.JSONDecodeError as wrong:
-        raise MalformedBody(f"the body is not JSON: {wrong}") from None
-    except ValueError as wrong:  # an integer of thousands of digits
-        raise MalformedBody(f"the body cannot be read: {str(wrong)[:200]}") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise MalformedBody(f"the body is not JSON: it has no {name}")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise MalformedBody("the body is ambiguous: an object has the same key twice")
-    return made
+        return strict_json(raw, "the body")
+    except InvalidInput as wrong:
+        raise MalformedBody(wrong.message) from None

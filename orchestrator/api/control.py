@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,16 +11,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from orchestrator.api.backend import Api, Backend
 from orchestrator.api.body import documented, read_model
 from orchestrator.api.replies import Json
-from orchestrator.errors import NodeNotFound, NotLeader
+from orchestrator.errors import NodeNotFound, NotLeader, PolicyNotFound
 from orchestrator.names import Name
+from orchestrator.policies import PausePolicy, Scope
 from orchestrator.pools import PoolState
-from orchestrator.store import crews, leadership, pools
+from orchestrator.store import crews, gates, leadership, policies, pools
 from orchestrator.store.leadership import Leadership
 
 router = APIRouter(prefix="/control", tags=["control"])
 
 #: Bytes that suffice to name a pool or a node.
 BODY_LIMIT = 16_384
+#: Pauses that are listed: operators set them, so there are few.
+MOST_PAUSES = 1000
 
 #: What running jobs get to end, at most a year; absent: `pool_drain_s`.
 Patience = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)] | None
@@ -96,6 +99,76 @@ async def resume_node(request: Request, api: Api) -> Json:
     body = await read_model(request, NodeBody, BODY_LIMIT)
     told = await api.write(lambda conn: crews.resume_nodes(conn, body.meant))
     return _told(api, body, told)
+
+
+class ScopeBody(BaseModel):
+    """What is paused or resumed: all jobs, or those of one pool, agent or type, which must be named."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    scope: Literal["all", "pool", "agent", "type"]
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if (self.name is None) != (self.scope == "all"):
+            raise ValueError(f"name: {'all jobs have no name' if self.scope == 'all' else 'say which'}")
+        return self
+
+    @property
+    def key(self) -> str:
+        return "global" if self.scope == "all" else f"{self.scope}:{self.name}"
+
+
+class PauseBody(ScopeBody):
+    reason: Annotated[str, Field(max_length=255)] = ""
+    action: Literal["reject", "queue"] = "reject"
+
+
+@router.post("/pause", openapi_extra=documented(PauseBody.model_json_schema()))
+async def pause(request: Request, api: Api) -> Json:
+    """Start nothing of it until it is resumed; what runs goes on. Submits are refused (503) or, by `queue`, kept."""
+    body = await read_model(request, PauseBody, BODY_LIMIT)
+    policy = PausePolicy(reason=body.reason, action=body.action)
+    version = await api.write(lambda conn: policies.put(conn, Scope.PAUSE, body.key, policy, None))
+    api.policies_changed()
+    return Json({"key": body.key, "paused": True, "version": version} | policy.model_dump())
+
+
+@router.post("/resume", openapi_extra=documented(ScopeBody.model_json_schema()))
+async def resume(request: Request, api: Api) -> Json:
+    """Again is fine. What another pause covers stays paused: `still_paused` has all there are."""
+    body = await read_model(request, ScopeBody, BODY_LIMIT)
+
+    def end(conn: Any) -> tuple[bool, list[str]]:
+        try:
+            policies.remove(conn, Scope.PAUSE, body.key, None)
+            was_paused = True
+        except PolicyNotFound:
+            was_paused = False
+        return was_paused, [row["name"] for row in policies.page(conn, Scope.PAUSE, "", MOST_PAUSES)]
+
+    was_paused, left = await api.write(end)
+    api.policies_changed()
+    return Json({"key": body.key, "paused": False, "was_paused": was_paused, "still_paused": left})
+
+
+@router.get("/paused")
+async def paused(api: Api) -> Json:
+    """What is paused, by key: `global`, `pool:NAME`, `agent:NAME`, `type:NAME`."""
+    rows = await api.read(lambda conn: policies.page(conn, Scope.PAUSE, "", MOST_PAUSES))
+    return Json({"paused": [_pause(row) for row in rows]})
+
+
+def _pause(row: dict[str, Any]) -> dict[str, Any]:
+    known = {"reason": "", "action": "reject"} | row["document"]
+    return {"key": row["name"], **known, "version": row["version"], "since": row["updated_at"], "actor": row["actor"]}
+
+
+@router.get("/gates")
+async def admission_gates(api: Api) -> Json:
+    """What the leader saw at each gate that the policies have, and whether it is closed."""
+    return Json({"gates": await api.read(gates.listing)})
 
 
 @router.post("/reconcile", status_code=202)

@@ -15,11 +15,11 @@ from orchestrator.api.backend import Api, Backend
 from orchestrator.api.body import LARGE, documented, read_model
 from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json, utc_text
-from orchestrator.api.submit import ENVELOPE, ESCAPED
+from orchestrator.api.submit import ENVELOPE
 from orchestrator.api.waiters import unless_gone
 from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.jobs import DEFAULT_LANE, ErrorKind
-from orchestrator.jsontext import canonical_json
+from orchestrator.jsontext import ESCAPED, canonical_json
 from orchestrator.leases import Granted
 from orchestrator.names import MAX_NAME, Name, is_name
 from orchestrator.settings import Settings
@@ -91,12 +91,20 @@ async def dispatchable(api: Api, query: Annotated[DispatchableQuery, Query()]) -
 
 @router.post("/claim", openapi_extra=documented(ClaimBody.model_json_schema()))
 async def claim(request: Request, api: Api) -> Response:
-    """Up to `max` jobs, no more than the worker has slots, each with its lease; none after `wait_seconds`."""
+    """Up to `max` jobs, no more than the worker has slots, each with its lease; none after `wait_seconds`.
+
+    `closed` says why a worker gets none, whatever waits: its node is drained, or its pool, or that is paused.
+    """
     given = await read_model(request, ClaimBody, ENVELOPE)
     fetch = Fetch(given.worker_id, given.max)
     claims = await _claim(request, api, fetch, min(given.wait_seconds, api.settings.wait_max_s))
     if claims and await request.is_disconnected():
         api.orchestrator.remote.hand_back(given.worker_id, claims)
+    policies = api.orchestrator.policies
+    why = lambda conn: dispatch.why_none(conn, given.worker_id, policies.book(conn))  # noqa: E731 - read as a question
+    closed = None if claims else await api.read(why)
+    if closed:
+        return Json({"jobs": [], "closed": closed})
     return Response(f'{{"jobs":[{",".join(map(_claimed, claims))}]}}', media_type=Json.media_type)
 
 

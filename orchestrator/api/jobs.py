@@ -1,8 +1,9 @@
-"""GET /jobs…: one record, its result, its history, and pages of records."""
+"""GET /jobs…: one record, its result, its history, why it waits, and pages of records."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from datetime import datetime
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,9 +12,11 @@ from orchestrator.api.backend import Api
 from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json
 from orchestrator.api.waiters import unless_gone
+from orchestrator.explanation import Facts, as_document
+from orchestrator.explanation import explain as explain_job
 from orchestrator.jobs import Status
 from orchestrator.names import Name
-from orchestrator.store import audit, job_reads
+from orchestrator.store import audit, explanation, job_reads
 from orchestrator.store.job_reads import Filter
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
@@ -51,6 +54,12 @@ async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
     return Json({"jobs": found, "next_cursor": following})
 
 
+@router.get("/stats")
+async def stats(api: Api) -> Json:
+    """How many jobs there are, by status, pool and agent. Of a status in `at_least` only so many were counted."""
+    return Json(await api.stats.answer())
+
+
 @router.get("/{job_id}")
 async def get(request: Request, api: Api, job_id: JobId, query: Annotated[OneQuery, Query()]) -> Json:
     """The whole record. With `wait`, once the job has ended or that many seconds are over."""
@@ -64,6 +73,18 @@ async def result(api: Api, job_id: JobId) -> Json:
     """What the job returned; 409 while it has not ended, 404 when it ended without a result."""
     found = await api.read(lambda conn: job_reads.result(conn, job_id))
     return Json({"job_id": job_id, "status": Status.DONE} | found)
+
+
+@router.get("/{job_id}/explain")
+async def explain(api: Api, job_id: JobId) -> Json:
+    """Why the job does not run: one reason, what it rests on, its place in line and when it may start."""
+    orchestrator = api.orchestrator
+
+    def look(conn: Any) -> tuple[Facts, datetime]:
+        return explanation.look(conn, job_id, orchestrator.policies.book(conn), orchestrator.terms)
+
+    facts, now = await api.read(look)
+    return Json(as_document(facts, explain_job(facts), now))
 
 
 @router.get("/{job_id}/events")

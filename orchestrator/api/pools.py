@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from orchestrator.api.backend import Api
 from orchestrator.api.body import documented, read_model
 from orchestrator.api.ids import PoolId
-from orchestrator.api.replies import Json
+from orchestrator.api.replies import Json, page_of
 from orchestrator.names import Name
 from orchestrator.pools import MAX_METADATA, PoolChange, PoolSpec
 from orchestrator.store import pools
@@ -47,7 +47,7 @@ async def create(request: Request, api: Api) -> Json:
 async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
     """Pools by id with what their live workers do; `next_cursor` is null at the end."""
     found = await api.read(lambda conn: pools.list_pools(conn, query.limit, query.cursor))
-    return Json({"pools": found, "next_cursor": found[-1]["pool_id"] if len(found) == query.limit else None})
+    return page_of("pools", found, "pool_id", query.limit)
 
 
 @router.get("/{pool_id}")

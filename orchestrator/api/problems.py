@@ -71,6 +71,7 @@ STATUS: dict[type[OrchestratorError], int] = {
     errors.NotFound: 404,
     errors.JobConflict: 409,
     errors.JobEnded: 409,
+    errors.JobNotWaiting: 409,
     errors.JobCancelled: 409,
     errors.NotOwner: 409,
     errors.NotRedrivable: 409,
@@ -84,8 +85,11 @@ STATUS: dict[type[OrchestratorError], int] = {
     errors.WorkerExists: 409,
     errors.WorkerLost: 410,
     errors.Overloaded: 429,
+    errors.Paused: 503,
     errors.Unavailable: 503,
 }
+#: Errors that say when to try again.
+LATER = (errors.Overloaded, errors.Paused)
 #: Codes of the statuses that the framework itself answers with.
 FRAMEWORK_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 #: What a client reads instead of our own message, which may name servers and statements.
@@ -114,7 +118,16 @@ def describe(error: OrchestratorError) -> dict[str, Any]:
         return problem(409, "result_not_ready", detail)
     status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     code = error.code if status != 500 else "internal_error"
-    return problem(status, code, error.message, getattr(error, "field", None))
+    body = problem(status, code, error.message, getattr(error, "field", None))
+    wait_s = _wait_s(error)
+    return body if wait_s is None else body | {"retry_after": wait_s}
+
+
+def _wait_s(error: OrchestratorError) -> float | None:
+    """Seconds until it is worth another try; None when it is not."""
+    if isinstance(error, errors.Overloaded | errors.Paused):
+        return error.retry_after_s
+    return RETRY_AFTER_S if isinstance(error, errors.Unavailable) else None
 
 
 def invalid(found: Sequence[Mapping[str, Any]]) -> InvalidInput:
@@ -143,10 +156,10 @@ def reply_to(error: OrchestratorError) -> Json:
 
 
 def _headers(error: OrchestratorError) -> dict[str, str]:
-    if isinstance(error, errors.Overloaded):
-        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-    if isinstance(error, errors.Unavailable):
-        return {"Retry-After": str(math.ceil(RETRY_AFTER_S))}
+    wait_s = _wait_s(error)
+    if wait_s is not None:
+        # Whole seconds, and never too early; the body has it exactly.
+        return {"Retry-After": str(max(1, math.ceil(wait_s)))}
     return {"Connection": "close"} if isinstance(error, BodyTooSlow) else {}
 
 

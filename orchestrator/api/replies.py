@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +18,11 @@ class Json(Response):
             return _dump(content, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # half a surrogate pair, which a client may have sent as a name
             return _dump(content, ensure_ascii=True).encode()
+
+
+def page_of(noun: str, found: Sequence[Mapping[str, Any]], key: str, limit: int) -> Json:
+    """A page in order of `key`; its last row is the cursor of the next one, if there may be more."""
+    return Json({noun: found, "next_cursor": found[-1][key] if len(found) == limit else None})
 
 
 def _dump(content: Any, *, ensure_ascii: bool) -> str:

@@ -12,15 +12,14 @@ from orchestrator.api.backend import Api, Backend
 from orchestrator.api.body import documented, read_json
 from orchestrator.api.problems import describe
 from orchestrator.api.replies import Json
-from orchestrator.errors import InvalidInput, JobConflict, JobNotFound, OrchestratorError, PayloadTooLarge
+from orchestrator.errors import InvalidInput, JobNotFound, OrchestratorError, PayloadTooLarge
 from orchestrator.jobs import JobSpec, NewJob, Status
+from orchestrator.jsontext import ESCAPED
 from orchestrator.store.job_reads import statuses
-from orchestrator.store.submit import Verdict
+from orchestrator.store.submit import Answer, Verdict, refusal
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
-#: Text may come with every character escaped (six bytes for two) and with spaces; stored, it has neither.
-ESCAPED = 4
 #: Bytes for all that is not payload.
 ENVELOPE = 65_536
 #: Largest payloads that fit into one batch together; most are far smaller.
@@ -48,8 +47,8 @@ async def submit(request: Request, api: Api) -> Json:
     body = await read_json(request, ENVELOPE + ESCAPED * api.settings.payload_max_bytes)
     job = prepare(api, body, trace_context(request))
     [verdict] = await api.submit([job])
-    if verdict is Verdict.CONFLICT:
-        raise JobConflict(job.job_id)
+    if refused := refusal(job, verdict):
+        raise refused
     if verdict is Verdict.CREATED:
         return Json({"job_id": job.job_id, "status": Status.PENDING, "created": True}, 202)
     status = (await _statuses(api, [job.job_id])).get(job.job_id)
@@ -105,11 +104,11 @@ def _try_prepare(api: Backend, item: object, context: str | None) -> NewJob | Or
         return refused
 
 
-def _answer(job: NewJob | OrchestratorError, verdict: Verdict | None, statuses: dict[str, Status]) -> dict[str, Any]:
+def _answer(job: NewJob | OrchestratorError, verdict: Answer | None, statuses: dict[str, Status]) -> dict[str, Any]:
     if isinstance(job, OrchestratorError):
         return {"error": describe(job)}
-    if verdict is Verdict.CONFLICT:
-        return {"job_id": job.job_id, "error": describe(JobConflict(job.job_id))}
+    if verdict is not None and (refused := refusal(job, verdict)):
+        return {"job_id": job.job_id, "error": describe(refused)}
     created = verdict is Verdict.CREATED
     return {"job_id": job.job_id, "status": statuses.get(job.job_id, Status.PENDING), "created": created}
 

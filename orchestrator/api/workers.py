@@ -83,7 +83,7 @@ async def heartbeat(request: Request, api: Api) -> Json:
 async def deregister(request: Request, api: Api) -> Json:
     """It leaves; what it still owns is handed back at once, uncharged. Again is fine."""
     given = await read_model(request, DeregisterBody, BODY_LIMIT)
-    policy = api.orchestrator.policy
+    policy = api.orchestrator.retry_policy
     worker, back = await api.write(lambda conn: registry.deregister(conn, given.worker_id, policy))
     if back:
         api.orchestrator.publisher.nudge(worker.pool_id)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from orchestrator.cli.child import WorkerChild
 from orchestrator.cli.options import with_settings
 from orchestrator.cli.schema import opened
-from orchestrator.cli.servers import run_api, stop_on_sigterm
+from orchestrator.cli.servers import run_api, stop_on_sigterm, undisturbed
 from orchestrator.config import Loaded
 from orchestrator.embedded import DataDir, Valkey
 from orchestrator.errors import ConfigError
@@ -58,7 +58,7 @@ def _run(loaded: Loaded) -> None:
         valkey.start()
         settings = _embedded(loaded, valkey.url)
         logs.configure(settings)
-        with opened(settings) as db:
+        with undisturbed(), opened(settings) as db:
             migrate.upgrade(db)
         worker = WorkerChild(settings)
         running.callback(worker.stop)
@@ -100,15 +100,12 @@ def _note_unused(loaded: Loaded) -> None:
 
 
 def _announcer(settings: Settings) -> Callable[[str], None]:
-    simulated = settings.gpu_backend.startswith("sim:")
-    gpus = f"SIMULATED GPUs ({settings.gpu_backend[4:]} MB): no real one is used" if simulated else "no GPUs"
-
     def announce(url: str) -> None:
         click.echo(f"""
 gpuorch is ready at {url}
 
   access  open, no authentication, loopback only
-  GPUs    {gpus}
+  GPUs    {_gpus(settings.gpu_backend)}
   data    {settings.data_dir.resolve()}  (kept; remove it to start anew)
 
 Submit a job, then read it and wait for its end:
@@ -121,3 +118,10 @@ Ctrl-C stops everything.
 """)
 
     return announce
+
+
+def _gpus(backend: str) -> str:
+    """What there may be: only the worker looks, and it is just starting."""
+    if backend.startswith("sim:"):
+        return f"SIMULATED GPUs ({backend[4:]} MB): no real one is used"
+    return "no GPUs" if backend == "none" else "those that NVML shows here, if any: see gpuorch gpus"

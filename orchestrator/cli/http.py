@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import click
@@ -37,6 +38,7 @@ def with_api(command: Command) -> Command:
 
     @functools.wraps(command)
     def call(*args: Any, url: str, **kwargs: Any) -> Any:
-        return command(Api(url), *args, **kwargs)
+        with closing(Api(url)) as api:
+            return command(api, *args, **kwargs)
 
     return with_url(call)

@@ -1,4 +1,4 @@
-"""`gpuorch jobs …`: submit, look, wait, cancel, start over. Everything goes over HTTP."""
+"""`gpuorch jobs …`: submit, look, wait, explain, cancel, start over, move. Everything goes over HTTP."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
 from orchestrator.client.api import Api, job_path
+from orchestrator.client.submitting import Submitting
 from orchestrator.jobs import TERMINAL, Status
 
 #: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.
@@ -33,14 +34,25 @@ def jobs() -> None:
 @click.option("--agent", help="On whose behalf.")
 @click.option("--pool", "pool_id", help="Pool whose workers run it.")
 @click.option("--priority", help="LOW, NORMAL, HIGH or -100…100; larger runs earlier.")
+@click.option(
+    "--cost-units", type=float, help="What it costs of its agent's share, 0…100; by default as long as it takes."
+)
 @click.option("--min-memory-mb", type=int, help="GPU memory it needs.")
+@click.option(
+    "--patience",
+    "patience_s",
+    type=click.FloatRange(0),
+    default=60,
+    show_default=True,
+    help="Seconds to wait when the server says to come again later.",
+)
 @with_api
 @as_json
-def submit(api: Api, *, as_json: bool, payload: str, priority: str | None, **fields: Any) -> None:
+def submit(api: Api, *, as_json: bool, payload: str, priority: str | None, patience_s: float, **fields: Any) -> None:
     """Submit a job of TYPE and print its id."""
     body = {key: value for key, value in fields.items() if value is not None}
-    body |= {"payload": _payload(payload)} | ({} if priority is None else {"priority": _priority(priority)})
-    answer = api.post("/jobs/submit", body)
+    body |= {"payload": read_payload(payload)} | ({} if priority is None else {"priority": named_priority(priority)})
+    answer = Submitting(api, patience_s, lambda reason: click.echo(f"waiting: {reason}", err=True)).one(body)
     if as_json:
         print_json(answer)
     else:
@@ -106,6 +118,29 @@ def events(api: Api, job_id: str, *, as_json: bool) -> None:
 @click.argument("job_id")
 @with_api
 @as_json
+def explain(api: Api, job_id: str, *, as_json: bool) -> None:
+    """Say why a job does not run, what that rests on, its place in line and when it may start."""
+    answer = api.get(job_path(job_id, "explain"))
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(f"{answer['job_id']}  {answer['status']}  {answer['reason']}\n{answer['message']}")
+    if answer["position"]:
+        least = "at least " if answer["position_is_at_least"] else ""
+        click.echo(f"position {least}{answer['position']}")
+    if answer["estimated_start_in_seconds"] is not None:
+        click.echo(f"starts in about {answer['estimated_start_in_seconds']:.0f} s")
+    evidence = answer["evidence"]
+    for title in ("caps", "workers", "gpus"):
+        if evidence[title]:
+            click.echo(f"\n{title}")
+            print_table(list(evidence[title][0]), evidence[title])
+
+
+@jobs.command()
+@click.argument("job_id")
+@with_api
+@as_json
 def cancel(api: Api, job_id: str, *, as_json: bool) -> None:
     """Cancel a job: at once when it waits; when it runs, its worker is asked to stop it."""
     answer = api.post(job_path(job_id, "cancel"))
@@ -129,6 +164,20 @@ def retry(api: Api, job_id: str, *, as_json: bool) -> None:
         click.echo(f"{answer['job_id']}  {answer['status']}")
 
 
+@jobs.command(context_settings={"ignore_unknown_options": True})
+@click.argument("job_id")
+@click.argument("priority", metavar="LOW|NORMAL|HIGH|-100…100")
+@with_api
+@as_json
+def priority(api: Api, job_id: str, priority: str, *, as_json: bool) -> None:
+    """Let a waiting job run earlier or later: larger runs earlier."""
+    answer = api.post(job_path(job_id, "priority"), {"priority": named_priority(priority)})
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{answer['job_id']}  {answer['status']}  priority {answer['before']} → {answer['priority']}")
+
+
 def _poll(api: Api, job_id: str, deadline: float) -> dict[str, Any]:
     while True:
         left = max(0.0, min(POLL_S, deadline - time.monotonic()))
@@ -145,7 +194,7 @@ def _show(job: dict[str, Any], *, as_json: bool) -> None:
         print_record(job)
 
 
-def _payload(text: str) -> object:
+def read_payload(text: str) -> object:
     try:
         if text == "-":
             text = sys.stdin.read()
@@ -158,7 +207,7 @@ def _payload(text: str) -> object:
         raise click.BadParameter(f"not JSON: {error}", param_hint="--payload") from None
 
 
-def _priority(text: str) -> object:
+def named_priority(text: str) -> object:
     try:
         return int(text)
     except ValueError:

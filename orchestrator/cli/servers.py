@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -63,8 +64,29 @@ def run_api(settings: Settings, ready: Callable[[str], None]) -> None:
     serve_api(settings, ready)
 
 
+#: What ends a program in order; a closed terminal becomes the second.
+_UNWINDING = (signal.SIGINT, signal.SIGTERM)
+
+
 def stop_on_sigterm() -> None:
     """Before and after the HTTP server, which has its own handlers, SIGTERM unwinds like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # a closed terminal, unless nohup
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A signal that would unwind waits for the end of this.
+
+    Libraries that clean up after themselves report a Ctrl-C in the middle of it as an error of theirs, with a trace.
+    """
+    arrived: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: arrived.append(number)) for number in _UNWINDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if arrived:
+        signal.raise_signal(arrived[0])

@@ -28,7 +28,8 @@ RETRY_S = 1.0
 #: others must be out of use by then.
 MARGIN, MARGIN_MAX_S = 0.2, 5.0
 
-_BUSY = frozenset({429, 503})
+#: Answers that mean: later.
+BUSY = frozenset({429, 503})
 
 
 def this_node() -> str:
@@ -126,7 +127,7 @@ class Asking:
                 raise
             return NotNow(str(away), RETRY_S, away)
         except Refused as refused:
-            if refused.status not in _BUSY:
+            if refused.status not in BUSY:
                 raise
             self._answered_at = time.monotonic()
             return NotNow(str(refused), refused.retry_after_s or RETRY_S, refused)

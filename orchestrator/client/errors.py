@@ -4,12 +4,15 @@ OrchestratorError
 ├── Unavailable
 │   └── ServerUnreachable  server_unreachable   no answer: wrong address, or nothing runs there
 ├── Refused                the server's code    the server answered, and the answer is no
+├── JobsRefused            jobs_refused         of many jobs some were not let in; the others were
 └── LeaseDenied            lease_denied         no GPU has room, for as long as the caller would wait
 BaseException
 └── LeaseLost              lease_lost           stop using the GPU now: it may be given to others
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import httpx
 
@@ -20,7 +23,9 @@ from orchestrator.settings import safe_url
 class ServerUnreachable(Unavailable):
     code = "server_unreachable"
 
-    def __init__(self, url: str, cause: object) -> None:
+    def __init__(self, url: str, cause: object, *, sent: bool = True) -> None:
+        """`sent`: the request may have arrived, only its answer did not."""
+        self.sent = sent
         super().__init__(
             f"cannot reach {safe_url(url)} ({cause}); is it running? Start one with `gpuorch dev` or"
             " `gpuorch serve`, or name another with --url or GPUORCH_URL"
@@ -34,11 +39,26 @@ class Refused(OrchestratorError):
         try:
             problem = response.json()
             detail, self.code = str(problem["detail"]), str(problem["code"])
+            exact = problem.get("retry_after")
         except (ValueError, KeyError, TypeError):
             detail, self.code = f"{response.reason_phrase} (is this a gpuorch server?)", "http_error"
+            exact = None
         self.status = response.status_code
-        self.retry_after_s = _seconds(response.headers.get("Retry-After"))
+        known = isinstance(exact, int | float)
+        self.retry_after_s = float(exact) if known else _seconds(response.headers.get("Retry-After"))
         super().__init__(f"{response.status_code} {self.code}: {detail}")
+
+
+class JobsRefused(OrchestratorError):
+    """`answers` has the server's answer to each job, in order: those with an `error` are not stored."""
+
+    code = "jobs_refused"
+
+    def __init__(self, answers: list[dict[str, Any]]) -> None:
+        refused = [answer["error"] for answer in answers if "error" in answer]
+        first = f"{refused[0].get('code')}: {refused[0].get('detail')}"
+        super().__init__(f"{len(refused)} of {len(answers)} jobs were refused; the first with {first}")
+        self.answers = answers
 
 
 class LeaseDenied(OrchestratorError):

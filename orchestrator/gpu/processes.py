@@ -42,7 +42,7 @@ def _mark(pid: int) -> str | None:
     except OSError:
         return None
     marks = [entry.removeprefix(prefix) for entry in environment.split(b"\0") if entry.startswith(prefix)]
-    return marks[0].decode(errors="replace") if marks else None
+    return marks[0].decode(errors="replace").strip() or None if marks else None
 
 
 def _lineage(pid: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What every backend answers from a fresh sample: how much is free, and who holds the rest."""
+"""What every backend, and the watch over it, answers from a fresh sample: how much is free, and who holds the rest."""
 
 from __future__ import annotations
 

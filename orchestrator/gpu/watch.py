@@ -1,7 +1,9 @@
 """Bounds the time that a backend may take: a driver that hangs must not stop heartbeats, nor anything else.
 
 The calls run on one thread of their own, one at a time. Nobody can end a call that hangs in the kernel; whoever waits
-for it is told so in time, and until it returns nobody else is made to wait.
+for it is told so in time, and until it returns nobody else is made to wait. Those who ask while one runs share the
+next: an answer may be about later than the question, never about earlier, and however many ask, each waits for the
+call under way and its own.
 """
 
 from __future__ import annotations
@@ -9,29 +11,30 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from orchestrator.errors import GpuUnavailable
-from orchestrator.gpu import Gpu, GpuProcess, Health
+from orchestrator.gpu import Gpu, Health
 from orchestrator.gpu.backends import Backend
+from orchestrator.gpu.sampling import Sampling
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     work: Callable[[], Any]
-    started: float
+    started: float = 0.0
     done: bool = False
     value: Any = None
     error: GpuUnavailable | None = None
 
 
-class Watch:
+class Watch(Sampling):
     """A backend that answers within `limit_s`, or raises GpuUnavailable. Safe for many threads."""
 
     def __init__(self, backend: Backend, limit_s: float) -> None:
@@ -39,6 +42,8 @@ class Watch:
         self._backend = backend
         self._limit_s = limit_s
         self._changed = threading.Condition()
+        #: Calls that have not begun, by their question: whoever has the same joins them.
+        self._next: dict[str, _Call] = {}
         #: The call that runs now, also one that nobody waits for any more.
         self._running: _Call | None = None
         self._known: list[Gpu] = []
@@ -50,16 +55,10 @@ class Watch:
         return self._backend.environment()
 
     def about(self) -> str:
-        return self._ask(self._backend.about)
+        return self._ask("about", self._backend.about)
 
     def sample(self) -> list[Gpu]:
-        return self._ask(self._sample)
-
-    def free_mb(self, uuids: Sequence[str]) -> dict[str, int]:
-        return self._ask(lambda: self._backend.free_mb(uuids))
-
-    def holders(self, uuids: Sequence[str]) -> dict[str, tuple[GpuProcess, ...] | None]:
-        return self._ask(lambda: self._backend.holders(uuids))
+        return [*self._ask("sample", self._sample)]
 
     def last_known(self, reason: str) -> list[Gpu]:
         """The GPUs of the last sample with closed gates, to report while no new sample can be had."""
@@ -81,32 +80,31 @@ class Watch:
         self._known = self._backend.sample()
         return self._known
 
-    def _ask(self, work: Callable[[], T]) -> T:
-        deadline = time.monotonic() + self._limit_s
+    def _ask(self, question: str, work: Callable[[], T]) -> T:
+        asked = time.monotonic()
         with self._changed:
-            while self._running is not None:
-                self._wait_for(self._running, deadline)
             if self._closed:
                 raise GpuUnavailable("the GPUs are no longer watched: this process is stopping")
-            call = self._running = _Call(work, time.monotonic())
+            call = self._next.setdefault(question, _Call(work))
             self._changed.notify_all()
             while not call.done:
-                self._wait_for(call, deadline)
+                self._wait(asked)
         if call.error is not None:
-            raise call.error
+            raise GpuUnavailable(str(call.error)) from call.error
         value: T = call.value
         return value
 
-    def _wait_for(self, call: _Call, deadline: float) -> None:
-        """Wait for news of a call, but neither past the deadline nor for a call that has hung for longer."""
+    def _wait(self, asked: float) -> None:
+        """Wait for news, but neither for longer than the limit nor for a call that has hung for as long."""
+        since = self._running.started if self._running is not None else asked
         now = time.monotonic()
-        patience = min(deadline, call.started + self._limit_s) - now
+        patience = min(asked, since) + self._limit_s - now
         if patience <= 0:
-            raise GpuUnavailable(f"the GPU driver has not answered for {now - call.started:.1f} s")
+            raise GpuUnavailable(f"the GPU driver has not answered for {now - since:.1f} s")
         self._changed.wait(patience)
 
     def _serve(self) -> None:
-        while (call := self._next()) is not None:
+        while (call := self._begin_next()) is not None:
             try:
                 call.value = call.work()
             except GpuUnavailable as refused:
@@ -120,7 +118,11 @@ class Watch:
                 self._running = None
                 self._changed.notify_all()
 
-    def _next(self) -> _Call | None:
+    def _begin_next(self) -> _Call | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._running is not None)
-            return None if self._closed else self._running
+            self._changed.wait_for(lambda: self._closed or self._next)
+            if self._closed:
+                return None
+            call = self._running = self._next.pop(next(iter(self._next)))
+            call.started = time.monotonic()
+            return call

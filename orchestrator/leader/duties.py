@@ -13,16 +13,21 @@ from functools import partial
 
 from orchestrator import jobs as job_rules
 from orchestrator.errors import RedisUnavailable, UnknownDuty
-from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
+from orchestrator.jobs import OWNED, ErrorKind, Queued, RetryPolicy, Status
 from orchestrator.leader.autosize import Autosize
 from orchestrator.leader.reconcile import reconcile_pools
+from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
+from orchestrator.leader.recurring import fire_schedules
 from orchestrator.leader.replicas import Replicas
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import dead_letters, leases, nodes, outbox, reports, withdraw
+from orchestrator.store import caps, dead_letters, gatekeeper, gates, leases, nodes, outbox, reports, withdraw
+from orchestrator.store.admission import Admission
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.moves import Claimant
+from orchestrator.store.policies import Copy
+from orchestrator.store.reports import Overrun
 from orchestrator.store.settle import Settled, record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
@@ -34,6 +39,10 @@ log = logging.getLogger(__name__)
 BATCH = 500
 #: Seconds for which an ended lease still answers "ended" instead of "unknown".
 KEEP_ENDED_LEASES_S = 86_400.0
+#: Seconds for which workers that ended are remembered: their load times, and whose processes those on a GPU were. What
+#: looks at pools reads them all.
+KEEP_ENDED_WORKERS_S = 3 * 86_400.0
+FORGET_INTERVAL_S = 60.0
 #: Lanes that may run into a timeout before a duty leaves the rest for later.
 MAX_UNANSWERED = 2
 #: Milliseconds after which an idle consumer of a worker that is gone is removed from its group.
@@ -49,10 +58,15 @@ class DutyContext:
     publisher: Publisher
     settings: Settings
     cursors: dict[str, str] = field(default_factory=dict)
+    policies: Copy = field(default_factory=Copy)
+    #: What the last look at those who wait for caps saw last.
+    waited_for: str = ""
+    walk: gatekeeper.Walk = field(default_factory=gatekeeper.Walk)
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.settings)
         self.autosize = Autosize(self.settings)
+        self.admission = Admission(self.policies)
 
     @property
     def retry_policy(self) -> RetryPolicy:
@@ -63,23 +77,24 @@ class DutyContext:
 
 
 def publish(context: DutyContext) -> int:
-    """Make due jobs ready and fill every lane's window: the backstop of the nudges."""
-    promoted = context.term.write(lambda conn: outbox.promote_due(conn, BATCH))
-    return promoted + _in_every_lane(context, context.publisher.publish)
+    """Make due jobs ready and fill the window of every lane that has any: the backstop of the nudges."""
+    promoted = context.term.write(lambda conn: outbox.promote_due(conn, BATCH, context.policies.book(conn)))
+    lanes = context.term.db.read(lambda conn: outbox.lanes_with(conn, Queued.READY))
+    return promoted + _in_lanes(lanes, context.publisher.publish)
 
 
 def repair(context: DutyContext) -> int:
     """Announce again what the database believes published and the stream does not have."""
-    return _in_every_lane(context, lambda lane: _repair_lane(context, lane))
+    return _in_lanes(context.lanes(), lambda lane: _repair_lane(context, lane))
 
 
-def _in_every_lane(context: DutyContext, work: Callable[[str], int]) -> int:
-    """Do it in all lanes, then report the first that failed: a broken lane must not hold up the others.
+def _in_lanes(lanes: Sequence[str], work: Callable[[str], int]) -> int:
+    """Do it in all of them, then report the first that failed: a broken lane must not hold up the others.
 
     A server that does not answer is not asked for each of a thousand lanes: other duties wait meanwhile.
     """
     did, failures = 0, []
-    for lane in context.lanes():
+    for lane in lanes:
         try:
             did += work(lane)
         except RedisUnavailable as broken:
@@ -101,7 +116,7 @@ def _repair_lane(context: DutyContext, lane: str) -> int:
     survey = context.hub.lane(lane).survey(limit=4 * context.settings.lane_window_max)
     context.hub.lane(lane).ack_as_leader(context.term.epoch, survey.skipped)
     missing = [job_id for job_id in announced if job_id not in survey.coming]
-    return context.term.write(lambda conn: outbox.unpublish(conn, missing, after_s))
+    return context.term.write(lambda conn: outbox.unpublish(conn, missing, after_s)) if missing else 0
 
 
 def purge_leases(context: DutyContext) -> int:
@@ -111,10 +126,15 @@ def purge_leases(context: DutyContext) -> int:
     return max(ended, forgotten)
 
 
+def forget_workers(context: DutyContext) -> int:
+    """Forget workers that ended days ago: every start of a supervisor makes new ones."""
+    return context.term.write(lambda conn: nodes.forget(conn, KEEP_ENDED_WORKERS_S, BATCH))
+
+
 def reclaim(context: DutyContext) -> int:
     """Give the work of the dead to the living: jobs of lost workers, then entries nobody will finish."""
     rescued = _reclaim_jobs(context)
-    return rescued + _in_every_lane(context, lambda lane: _reclaim_entries(context, context.hub.lane(lane)))
+    return rescued + _in_lanes(context.lanes(), lambda lane: _reclaim_entries(context, context.hub.lane(lane)))
 
 
 def _reclaim_jobs(context: DutyContext) -> int:
@@ -157,7 +177,8 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     ids = [entry.job_id for entry in idle.entries if entry.job_id]
     status = context.term.db.read(lambda conn: statuses(conn, ids)) if ids else {}
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
-    context.term.write(lambda conn: outbox.unpublish(conn, waiting))
+    if waiting:
+        context.term.write(lambda conn: outbox.unpublish(conn, waiting))
     drop = [entry.entry_id for entry in idle.entries if status.get(entry.job_id or "") not in OWNED]
     lane.ack_as_leader(context.term.epoch, drop)
     _forget_consumers(context, lane)
@@ -174,10 +195,13 @@ def _forget_consumers(context: DutyContext, lane: Lane) -> None:
 
 def reconcile(context: DutyContext) -> int:
     """Compare every pool with its workers and write what each node should run; nodes hear of it by the doorbell."""
+    # Before the look: a pool that drains is empty without them.
+    left = context.term.write(lambda conn: reports.leftovers(conn, BATCH))
+    _end_for_others(context, left)
     changed = reconcile_pools(context.term, context.settings, context.replicas, context.autosize)
     if changed:
         context.hub.ring("pools")
-    return len(changed)
+    return max(len(changed), len(left))
 
 
 def enforce_limits(context: DutyContext) -> int:
@@ -190,18 +214,54 @@ def enforce_limits(context: DutyContext) -> int:
     unconfirmed_s = timeout if context.term.age_s > timeout else None
     # Looked up under the term: one that was replaced must hear of it also when nothing is late.
     late = context.term.write(lambda conn: reports.overruns(conn, unconfirmed_s, BATCH))
-    for by in {overrun.by.worker_id: overrun.by for overrun in late}.values():
-        ends = [overrun.end for overrun in late if overrun.by.worker_id == by.worker_id]
+    _end_for_others(context, late)
+    return len(late)
+
+
+def _end_for_others(context: DutyContext, attempts: Sequence[Overrun]) -> None:
+    """End attempts of HTTP workers, who find out when they next speak of them: 409."""
+    for by in {attempt.by.worker_id: attempt.by for attempt in attempts}.values():
+        ends = [attempt.end for attempt in attempts if attempt.by.worker_id == by.worker_id]
         write = partial(record, by=by, starts=[], ends=ends, policy=context.retry_policy)
         for settled in context.term.write(write):
             if settled.arrow is job_rules.RETRY:
                 metrics.retried(str(settled.end.error_kind))
-    return len(late)
+
+
+def keep_caps(context: DutyContext) -> int:
+    """Make caps count what really runs, and let those go who wait for a cap that has room or is gone."""
+    book = context.term.db.read(context.policies.book)
+    late = context.term.write(lambda conn: caps.seat_late(conn, book, BATCH))
+    healed = context.term.write(caps.heal)
+    if healed:
+        log.warning("caps corrected", extra={"keys": healed})
+    gone = context.term.write(lambda conn: caps.let_go(conn, book, context.waited_for, BATCH))
+    context.waited_for = gone.after
+    for lane in gone.lanes:
+        context.publisher.nudge(lane)
+    return max(late, gone.released)
+
+
+def forget_caps(context: DutyContext) -> int:
+    """Forget keys at which nobody sits: there may be one for every host that was ever asked."""
+    book = context.term.db.read(context.policies.book)
+    return context.term.write(lambda conn: caps.forget(conn, book, BATCH))
 
 
 def expire(context: DutyContext) -> int:
     """End jobs whose deadline passed while they waited."""
     return context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
+
+
+def tend_gates(context: DutyContext) -> int:
+    """Look at the gates, write down what is seen there, and let jobs go whom nothing keeps any more."""
+    stale_s = context.settings.gpu_stale_s
+    freed = context.term.write(
+        lambda conn: gatekeeper.tend(conn, context.policies.book(conn), gates.measured(conn, stale_s), context.walk)
+    )
+    for lane in {job.lane for job in freed}:
+        context.publisher.nudge(lane)
+    return len(freed)
 
 
 def tell_dead_letters(context: DutyContext) -> int:
@@ -213,6 +273,16 @@ def tell_dead_letters(context: DutyContext) -> int:
     gone = context.term.write(lambda conn: dead_letters.told(conn, told)) if told else []
     context.hub.unbury(gone)
     return len(told)
+
+
+def fire_due(context: DutyContext) -> int:
+    """Submit what schedules want to run now, and tell their lanes."""
+    created = fire_schedules(context.term, context.settings, context.retry_policy, context.admission, BATCH)
+    for job in created:
+        metrics.submitted(job.spec.type)
+    for lane in {job.spec.pool_id for job in created}:
+        context.publisher.nudge(lane)
+    return len(created)
 
 
 @dataclass(frozen=True)
@@ -227,10 +297,15 @@ DUTIES = (
     Duty("repair", lambda settings: settings.republish_after_s / 2, repair),
     Duty("reclaim", lambda settings: settings.reclaim_interval_s, reclaim),
     Duty("time_limits", lambda settings: settings.reclaim_interval_s, enforce_limits),
+    Duty("caps", lambda settings: settings.publish_interval_s, keep_caps),
     Duty("purge_leases", lambda settings: settings.purge_interval_s, purge_leases),
     Duty("reconcile", lambda settings: settings.reconcile_interval_s, reconcile),
     Duty("expire", lambda settings: settings.publish_interval_s, expire),
+    Duty("gates", lambda settings: 2 * settings.publish_interval_s, tend_gates),
     Duty("dead_letters", lambda settings: settings.publish_interval_s, tell_dead_letters),
+    Duty("schedules", lambda _settings: SCHEDULES_INTERVAL_S, fire_due),
+    Duty("forget_workers", lambda _settings: FORGET_INTERVAL_S, forget_workers),
+    Duty("forget_caps", lambda _settings: FORGET_INTERVAL_S, forget_caps),
 )
 
 

@@ -6,7 +6,7 @@ and the revision it was made for, and what it missed the next look will see.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +18,8 @@ from orchestrator.placement import Cluster
 from orchestrator.settings import Settings
 from orchestrator.store import crews, gpus
 
+Planned = tuple[PoolView, Plan]
+
 
 def reconcile_pools(term: Term, settings: Settings, replicas: Replicas, autosize: Autosize) -> list[str]:
     """The pools whose rows or assignments changed."""
@@ -27,20 +29,15 @@ def reconcile_pools(term: Term, settings: Settings, replicas: Replicas, autosize
     nodes = term.db.read(lambda conn: crews.node_views(conn, settings.worker_timeout_s))
     cluster = Cluster(term.db.read(lambda conn: gpus.views(conn, settings.gpu_stale_s)))
     pools, sizes = autosize.look(term, pools, Cluster(cluster.gpus()))
-    planned = _pairs(pools, plan(pools, nodes, cluster, sizes))
-    plans = [_provided(term, pool, decided, replicas) for pool, decided in planned]
+    planned = _provided(term, list(zip(pools, plan(pools, nodes, cluster, sizes), strict=True)), replicas)
     return [
         pool.pool_id
-        for pool, decided in _pairs(pools, plans)
+        for pool, decided in planned
         if decided.is_due(pool) and term.write(partial(crews.carry_out, pool=pool, plan=decided))
     ]
 
 
-def _pairs(pools: Sequence[PoolView], plans: Sequence[Plan]) -> Iterable[tuple[PoolView, Plan]]:
-    return zip(pools, plans, strict=True)
-
-
-def _provided(term: Term, pool: PoolView, decided: Plan, replicas: Replicas) -> Plan:
-    """With why Kubernetes does not give the pool its workers, where it is the one to."""
-    refused = replicas.follow(term, pool, decided) if pool.provider == "kubernetes" else None
-    return replace(decided, reason=refused) if refused else decided
+def _provided(term: Term, planned: Sequence[Planned], replicas: Replicas) -> list[Planned]:
+    """With why Kubernetes does not give pools their workers, where it is the one to."""
+    refused = replicas.follow(term, planned)
+    return [(pool, replace(decided, reason=refused.get(pool.pool_id, decided.reason))) for pool, decided in planned]

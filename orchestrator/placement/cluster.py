@@ -103,12 +103,15 @@ class Cluster:
         self._nodes[position].take(ask, placed.gpus)
         self._changed.append(position)
 
-    def free(self, gpu_uuids: Collection[str], memory_mb: int) -> None:
-        """Later asks see so much more room on each of these GPUs: what they hold is about to leave."""
-        for position, node in enumerate(self._nodes):
+    def free(self, gpu_uuids: Collection[str], memory_mb: int, node_id: str | None = None) -> None:
+        """Later asks see so much more room on each of these GPUs: what they hold is about to leave.
+
+        Whoever knows their node says so: looking for them costs as much as there are GPUs.
+        """
+        for node in self.nodes(node_id):
             if any(gpu.gpu_uuid in gpu_uuids for gpu in node.gpus):
                 node.free(gpu_uuids, memory_mb)
-                self._changed.append(position)
+                self._changed.append(self._position[node.node_id])
 
     def _best_of(self, nodes: Sequence[Node], ask: Ask, policy: Policy, mix: Mix) -> Placed | None:
         choices = [(choose(node, ask, policy, mix, self._scale), node) for node in nodes]

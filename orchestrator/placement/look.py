@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from orchestrator.placement.cluster import Cluster
 
@@ -24,7 +24,12 @@ class Look:
     now: datetime | None
     #: The only node that was looked at; None: all.
     node_id: str | None
+    #: When it was begun.
     taken_at: float = field(default_factory=time.monotonic)
+
+    def time_by_now(self) -> datetime | None:
+        """The database's time, or a little later: never earlier, as the look was begun before its time was told."""
+        return self.now and self.now + timedelta(seconds=time.monotonic() - self.taken_at)
 
 
 class LastLook:

@@ -32,7 +32,8 @@ class Batcher(Generic[Item, Outcome]):
     When `flush` itself raises, the batch is halved until the item at fault stands alone, so one bad item never
     fails its neighbours. Only `Unavailable` fails all at once: no split mends a server that is away.
 
-    With several `flushers` one prepares its statements while another waits for its commit.
+    With several `flushers` one prepares its statements while another waits for its commit; not while they go `alone`,
+    since they would only wait for each other's locks, each with a part of what could share a commit.
 
     `linger` may ask for a moment's wait after the first item, until an `urgent` one arrives: for when it is known
     that more is about to come. By default nothing waits.
@@ -47,6 +48,7 @@ class Batcher(Generic[Item, Outcome]):
         linger: Callable[[], float] = lambda: 0.0,
         urgent: Callable[[Item], bool] = lambda _item: True,
         flushers: int = 1,
+        alone: Callable[[], bool] = lambda: False,
         max_batch: int = 500,
         max_waiting: int = 50_000,
     ) -> None:
@@ -54,11 +56,13 @@ class Batcher(Generic[Item, Outcome]):
         self._weight = weight
         self._linger = linger
         self._urgent = urgent
+        self._alone = alone
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[Item, Future[Outcome] | None]] = deque()
         self._arrived = threading.Condition()
         self._asleep = 0
+        self._flushing = 0
         self._closing = False
         self._name = name
         self._threads = [
@@ -101,16 +105,23 @@ class Batcher(Generic[Item, Outcome]):
         while (batch := self._take()) is not None:
             if batch:
                 self._settle(batch)
+            with self._arrived:
+                self._flushing -= 1
+                if self._closing:
+                    self._arrived.notify_all()
+                elif self._waiting:
+                    self._arrived.notify()
 
     def _take(self) -> list[tuple[Item, Future[Outcome] | None]] | None:
         """The next batch; None when closed and drained. An item is always taken whole, however heavy."""
         batch, weight = [], 0
         with self._arrived:
             self._asleep += 1
-            self._arrived.wait_for(lambda: self._waiting or self._closing)
+            self._arrived.wait_for(self._may_begin)
             self._asleep -= 1
             if not self._waiting:
                 return None
+            self._flushing += 1
             self._wait_for_more()
             while self._waiting and weight < self._max_batch:
                 item, future = self._waiting.popleft()
@@ -119,6 +130,11 @@ class Batcher(Generic[Item, Outcome]):
                     batch.append((item, future))
                     weight += self._weight(item)
         return batch
+
+    def _may_begin(self) -> bool:
+        if not self._waiting:
+            return self._closing
+        return not self._flushing or not self._alone()
 
     def _wait_for_more(self) -> None:
         limit = self._linger()

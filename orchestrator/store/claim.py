@@ -15,7 +15,8 @@ from orchestrator.batching import Batch, gather
 from orchestrator.jobs import DEFAULT_LANE, Queued, RetryPolicy, Status
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
 from orchestrator.placement import Reason
-from orchestrator.store import audit, gpus, grants, outbox, ownership, patience, pools, residency, withdraw
+from orchestrator.store import audit, caps, gpus, grants, outbox, ownership, patience, pools, residency, withdraw
+from orchestrator.store.caps import Seats
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
@@ -47,6 +48,8 @@ class Claim(NamedTuple):
     lease: Granted | None
     #: The batch it runs in, by the job that bears the lease of all; empty for a type whose jobs run one by one.
     batch: str = ""
+    #: The capped keys that it counts for until its attempt ends.
+    caps: tuple[str, ...] = ()
 
     @property
     def shares(self) -> bool:
@@ -103,6 +106,7 @@ _OFFERED = Hot(
                 seconds_since(jobs.c.created_at),
                 jobs.c.rank,
                 _ALONE,
+                jobs.c.concurrency_keys,
             ).label("options"),
         )
         .where(
@@ -134,6 +138,7 @@ class _Offered(NamedTuple):
     rank: int
     #: It brought a process down, or was there when one died: it shares a call with nobody.
     alone: int
+    concurrency_keys: str | None
 
 
 def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
@@ -153,35 +158,77 @@ def claim_jobs(
     warm: Sequence[ResidentSlot] = (),
     blank: int | None = None,
     size_of: Callable[[str], int] = lambda _type: 0,
+    *,
+    seats: Seats | None = None,
 ) -> dict[str, Claim | NotClaimed]:
     """Pending → claimed for every offered job that is free, with its GPU lease, in the caller's transaction.
 
     `memory_for(type)` is the handler's default need in MB; None when this worker has no such handler. `held` are
     jobs this worker runs already, `warm` its free slots that keep a model, `blank` how many others are free (None:
     enough). `size_of(type)` is how many jobs of a type run in one call, under one lease; 0 when its handler takes them
-    one by one.
+    one by one. `seats` are those of the caller's transaction, who closes them.
     """
+    seats = seats or Seats(conn)
     job_ids = list(dict.fromkeys(job_ids))  # a job announced again may be delivered twice in one read
-    if by.pool_id != DEFAULT_LANE and (closed := pools.closed_to_claims(conn, by.pool_id)):
+    if why := _closed(conn, by, seats):
         outbox.unpublish(conn, job_ids)
-        return dict.fromkeys(job_ids, NotClaimed(f"pool {by.pool_id} is {closed}"))
+        _why_not(conn, by, job_ids, held, seats)  # strays are handed back also now: nobody offers them again
+        return dict.fromkeys(job_ids, NotClaimed(why))
     offered = _offered(conn, job_ids)
     answers: dict[str, Claim | NotClaimed] = {}
     if others := [job_id for job_id in job_ids if job_id not in offered]:
-        answers |= _why_not(conn, by, others, held)
+        answers |= _why_not(conn, by, others, held, seats)
         offered |= _offered(conn, [job_id for job_id in others if job_id not in answers])
     for job in offered.values():
         if memory_for(job.type) is None:
             _defer(conn, [job], f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
             answers[job.job_id] = NotClaimed("no_handler")
     free = [_for_pool(job, by) for job in offered.values() if job.job_id not in answers]
-    together = gather(free, size_of, memory_for)
+    capped = {job.job_id: capped for job in free if (capped := seats.caps_of(by.pool_id, job))}
+    refused = _refused(seats, free, capped) if capped else {}
+    together = gather([job for job in free if job.job_id not in refused], size_of, memory_for)
     # Of jobs that run one by one no more are offered than there are slots; how many batches it takes shows only here.
     limited = blank is not None and any(batch.name for batch in together)
     slots = len(warm) + (blank or 0) if limited else len(together)
     answers |= _put_back(conn, [job for batch in together[slots:] for job in batch.jobs])
     answers |= _claim_all(conn, by, together[:slots], warm, blank)
+    if capped:
+        answers |= _seat(conn, seats, [claim for claim in answers.values() if isinstance(claim, Claim)], capped)
+        answers |= _park(conn, seats, list(refused.values()), capped)
     return answers
+
+
+def _closed(conn: Connection, by: Claimant, seats: Seats) -> str | None:
+    """Why nothing of its lane is claimed."""
+    if by.pool_id != DEFAULT_LANE and (closed := pools.closed_to_claims(conn, by.pool_id)):
+        return f"pool {by.pool_id} is {closed}"
+    return seats.book.closed(by.pool_id)
+
+
+def _refused(seats: Seats, free: Sequence[_Offered], capped: Mapping[str, Mapping[str, int]]) -> dict[str, _Offered]:
+    """Those that find no seat if all before them do. Whoever gets no lease after all takes none."""
+    wishing = sorted((job for job in free if job.job_id in capped), key=lambda job: job.rank)
+    chosen = seats.choose([capped[job.job_id] for job in wishing])
+    return {job.job_id: job for job, is_chosen in zip(wishing, chosen, strict=True) if not is_chosen}
+
+
+def _seat(
+    conn: Connection, seats: Seats, claims: Sequence[Claim], capped: Mapping[str, Mapping[str, int]]
+) -> dict[str, Claim]:
+    seated = {claim.job_id: claim._replace(caps=tuple(capped.get(claim.job_id, ()))) for claim in claims}
+    for claim in seated.values():
+        seats.take(claim.caps)
+    caps.remember(conn, {claim.job_id: claim.caps for claim in seated.values()})
+    return seated
+
+
+def _park(
+    conn: Connection, seats: Seats, refused: Sequence[_Offered], capped: Mapping[str, Mapping[str, int]]
+) -> dict[str, Claim | NotClaimed]:
+    """Those that could sit down after all, because somebody else got no lease, are announced again."""
+    reasons = seats.park({job.job_id: capped[job.job_id] for job in refused})
+    parked = {job_id: NotClaimed(reason) for job_id, reason in reasons.items()}
+    return parked | _put_back(conn, [job for job in refused if job.job_id not in parked])
 
 
 def _claim_all(
@@ -214,13 +261,13 @@ def _for_pool(job: _Offered, by: Claimant) -> _Offered:
 
 
 def _why_not(
-    conn: Connection, by: Claimant, job_ids: Sequence[str], held: Collection[str]
+    conn: Connection, by: Claimant, job_ids: Sequence[str], held: Collection[str], seats: Seats
 ) -> dict[str, Claim | NotClaimed]:
     """Why these jobs are not free. Strays are handed back; those that are free then get no answer here."""
     rows = ownership.lock(conn, job_ids)
     strays = [row for row in rows.values() if _is_stray(row, by, held)]
     if strays:
-        _hand_back_strays(conn, by, strays)
+        _hand_back_strays(conn, by, strays, seats)
         rows = ownership.lock(conn, job_ids)  # a stray that was cancelled has ended, an overdue one waits to be ended
     overdue = {job_id: row for job_id, row in rows.items() if row.status == Status.PENDING and row.overdue}
     withdraw.expire(conn, list(overdue.values()))
@@ -238,11 +285,11 @@ def _is_stray(row: Ownership, by: Claimant, held: Collection[str]) -> bool:
     return row.status == Status.CLAIMED and row.worker_id == by.worker_id and row.job_id not in held
 
 
-def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Ownership]) -> None:
+def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Ownership], seats: Seats) -> None:
     """No slot has heard of them: a lease of their own is free, a warm model's has its model in memory as before."""
     lost = "the answer to its claim was lost"
     ends = [never_started(row.job_id, row.attempt, lost) for row in strays]
-    record(conn, by, [], ends, RetryPolicy(0, 0, 0))
+    record(conn, by, [], ends, RetryPolicy(0, 0, 0), seats=seats)
 
 
 def _request(by: Claimant, batch: Batch[_Offered]) -> LeaseRequest | None:

@@ -10,10 +10,11 @@ from typing import Any
 from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
 
 from orchestrator.crews import Assignments, Crew, NodeView, Plan, PoolView
-from orchestrator.jobs import Queued
+from orchestrator.jobs import OWNED, Queued
 from orchestrator.pools import OPEN, PoolState, read_metadata
-from orchestrator.store import audit, pools
+from orchestrator.store import audit, outbox, pools
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
+from orchestrator.store.registry import HTTP
 from orchestrator.store.schema import LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
 
 # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -27,10 +28,12 @@ def look(conn: Connection) -> list[PoolView]:
     if not rows:
         return []
     assigned: dict[str, Assignments] = {}
-    for row in conn.execute(select(pool_assignments)):
+    for row in conn.execute(select(pool_assignments).where(pool_assignments.c.workers > 0)):  # not of deleted pools
         assigned.setdefault(row.pool_id, {})[row.node_id, row.revision] = row.workers
     crews = _crews(conn, [row.pool_id for row in rows])
-    demanded = _in_demand(conn, [row.pool_id for row in rows if row.status in OPEN])
+    demanded = {*outbox.lanes_with(conn, Queued.READY, Queued.ANNOUNCED)} & {
+        row.pool_id for row in rows if row.status in OPEN
+    }
     return [
         _view(row, row.pool_id in demanded, assigned.get(row.pool_id, {}), crews.get(row.pool_id, [])) for row in rows
     ]
@@ -66,26 +69,27 @@ def _crews(conn: Connection, pool_ids: Sequence[str]) -> dict[str, list[Crew]]:
         select(workers)
         .where(workers.c.pool_id.in_(pool_ids), workers.c.status.in_(LIVE_WORKERS))
         .order_by(workers.c.worker_id)
-    )
+    ).all()
+    held = _held(conn, [row.worker_id for row in rows if row.kind == HTTP])
     found: dict[str, list[Crew]] = {}
     for row in rows:
         ready = row.ready if row.status == "active" else 0
-        crew = Crew(row.worker_id, row.node_id, row.revision, row.slots, row.busy, ready, row.trouble, row.blocked)
+        busy = held.get(row.worker_id, 0) if row.kind == HTTP else row.busy
+        said = (row.slots, busy, ready, row.trouble, row.blocked)
+        crew = Crew(row.worker_id, row.node_id, row.revision, *said, fetches=row.kind == HTTP)
         found.setdefault(row.pool_id, []).append(crew)
     return found
 
 
-def _in_demand(conn: Connection, pool_ids: Sequence[str]) -> set[str]:
-    """Pools whose lane has a job that could run now: one look at an index for each, whatever the backlog."""
-    waiting = (Queued.READY, Queued.ANNOUNCED)
-    return {
-        pool_id
-        for pool_id in pool_ids
-        if conn.execute(
-            select(jobs.c.job_id).where(jobs.c.lane == pool_id, jobs.c.queued.in_(waiting)).limit(1)
-        ).scalar()
-        is not None
-    }
+def _held(conn: Connection, worker_ids: Sequence[str]) -> dict[str, int]:
+    """By HTTP worker, the jobs that it owns. It need not tell, and its word is not what a drain should wait for."""
+    if not worker_ids:
+        return {}
+    owned = select(jobs.c.worker_id, func.count()).where(
+        jobs.c.status.in_(sorted(OWNED)), jobs.c.worker_id.in_(worker_ids)
+    )
+    rows = conn.execute(owned.group_by(jobs.c.worker_id))
+    return {worker_id: count for worker_id, count in rows}  # noqa: C416 - a Row is no pair to mypy
 
 
 def node_views(conn: Connection, timeout_s: float) -> list[NodeView]:
@@ -298,6 +302,6 @@ def list_nodes(conn: Connection) -> list[dict[str, Any]]:
     return [
         row._asdict()
         | {name: int(getattr(row, name) or 0) for name in ("workers", "slots", "running")}
-        | {"heartbeat_age_seconds": float(row.heartbeat_age_seconds)}
+        | {"heartbeat_age_seconds": max(round(float(row.heartbeat_age_seconds), 3), 0.0)}
         for row in rows
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -34,6 +35,10 @@ MAX_RECONNECTS = 3
 CONTENT_ERRORS = (DataError, IntegrityError, ProgrammingError, InterfaceError, UnicodeError, TypeError, ValueError)
 
 
+class RowsHeld(DatabaseUnavailable):
+    """Others hold some of the rows and did not let go in time; what they do not hold can be written without those."""
+
+
 class Database:
     """One process's access to the database. Thread-safe; open it after fork, once."""
 
@@ -43,18 +48,37 @@ class Database:
         self.engine: Engine = self._dialect.engine(settings)
         self._reader: Engine = self._dialect.engine(settings, autocommit=True)
 
-    def write(self, work: Callable[[Connection], T]) -> T:
+    def write(self, work: Callable[[Connection], T], patience_s: float = math.inf) -> T:
         """Run `work` in one transaction, again from its start when rows were contended or the connection broke.
+
+        After `patience_s` seconds it is not run again for contended rows (RowsHeld).
 
         A connection that breaks during COMMIT leaves it unknown whether the work was done; `work` is written to
         find its own traces then. Raises DatabaseUnavailable when the server cannot serve now; any other error is about
         the statement or one of its rows, and is passed on as it is.
         """
-        return self._run(self.engine, work, transaction=True)
+        return self._run(self.engine, work, transaction=True, patience_s=patience_s)
+
+    def write_at_once(self, work: Callable[[Connection], T]) -> T:
+        """The same, but wait for no row. Raises RowsHeld when others hold one, where `write` would after a while."""
+
+        def unwilling(conn: Connection) -> T:
+            with self._dialect.without_waiting(conn):
+                return work(conn)
+
+        return self.write(unwilling, patience_s=0.0)
+
+    def write_apart(self, conn: Connection, work: Callable[[Connection], T]) -> T:
+        """Run one statement that is committed at once, whatever becomes of the transaction around it on `conn`.
+
+        Its connection is one of those for reads, or transactions could wait in a circle for connections. Where one
+        transaction writes at a time it is a part of that.
+        """
+        return self.read(work) if self._dialect.locks_rows else work(conn)
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` on a connection where every statement stands alone."""
-        return self._run(self._reader, work, transaction=False)
+        return self._run(self._reader, work, transaction=False, patience_s=math.inf)
 
     def ping(self) -> None:
         """Raises DatabaseUnavailable when the database does not answer."""
@@ -67,8 +91,9 @@ class Database:
         self.engine.dispose()
         self._reader.dispose()
 
-    def _run(self, engine: Engine, work: Callable[[Connection], T], *, transaction: bool) -> T:
+    def _run(self, engine: Engine, work: Callable[[Connection], T], *, transaction: bool, patience_s: float) -> T:
         reconnects = 0
+        give_up_at = time.monotonic() + patience_s
         for run in range(1, MAX_RUNS + 1):
             try:
                 with engine.begin() if transaction else engine.connect() as connection:
@@ -76,7 +101,7 @@ class Database:
             except DBAPIError as error:
                 if run < MAX_RUNS and error.connection_invalidated and reconnects < MAX_RECONNECTS:
                     reconnects += 1
-                elif run < MAX_RUNS and self._dialect.is_contention(error):
+                elif run < MAX_RUNS and self._dialect.is_contention(error) and time.monotonic() < give_up_at:
                     time.sleep(random.uniform(0, 0.005 * 2**run))
                 elif self._dialect.is_away(error):
                     raise self._unavailable(error) from error
@@ -96,4 +121,5 @@ class Database:
 
     def _unavailable(self, error: SQLAlchemyError) -> DatabaseUnavailable:
         cause = error.orig if isinstance(error, DBAPIError) else error
-        return DatabaseUnavailable(f"{safe_url(self.settings.database_url)}: {cause}")
+        held = isinstance(error, DBAPIError) and self._dialect.locks_rows and self._dialect.is_contention(error)
+        return (RowsHeld if held else DatabaseUnavailable)(f"{safe_url(self.settings.database_url)}: {cause}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, or_, select, update
 
 from orchestrator import jobs as job_rules
 from orchestrator.dead_letters import DeadLetter
@@ -150,6 +150,11 @@ def _by_time(query: Select[Any], wanted: Filter) -> Select[Any]:
     return beside if wanted.job_ids else walking(beside, dead_letters, "ix_dead_letters_time")
 
 
+#: Seconds after which a job that must meet the gates is due.
+SOON_S = 0.001
+_GATED = or_(jobs.c.constraints.is_not(None), jobs.c.cost_units > 0).label("gated")
+
+
 class _Found(NamedTuple):
     """A job that ended, locked."""
 
@@ -158,6 +163,8 @@ class _Found(NamedTuple):
     attempt: int
     redrives: int
     lane: str
+    #: It wants quiet or costs units: it meets the gates again, as a job that becomes due does.
+    gated: bool
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,8 @@ def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | No
         raise NotRedrivable(job_id, row.status)
     if row.redrives >= redrive_max:
         raise RedriveLimit(job_id, redrive_max)
-    found = _Found(job_id, entry_id, row.attempt, row.redrives, row.lane)
+    gated = bool(conn.execute(select(_GATED).where(jobs.c.job_id == job_id)).scalar())
+    found = _Found(job_id, entry_id, row.attempt, row.redrives, row.lane, gated)
     _redrive(conn, [found], {job_id: 0.0}, actor)
     return _removed([found])
 
@@ -249,7 +257,8 @@ def _lock(conn: Connection, job_ids: Sequence[str]) -> list[_Found]:
     Waits for whoever changes one of them: a letter that was passed over would be missing from the count. Letters are
     locked by key and before their jobs, by everybody, so nobody waits in a circle.
     """
-    query = select(dead_letters.c.job_id, dead_letters.c.entry_id, jobs.c.attempt, jobs.c.redrives, jobs.c.lane)
+    letter = dead_letters.c.job_id, dead_letters.c.entry_id
+    query = select(*letter, jobs.c.attempt, jobs.c.redrives, jobs.c.lane, _GATED)
     rows = conn.execute(
         by_key(in_order(query).select_from(_BESIDE_ITS_JOB), dead_letters, jobs)
         .where(dead_letters.c.job_id.in_(job_ids), jobs.c.status == Status.DEAD_LETTER)
@@ -259,7 +268,8 @@ def _lock(conn: Connection, job_ids: Sequence[str]) -> list[_Found]:
     return [_Found(*row) for row in rows]
 
 
-def _redrive(conn: Connection, rows: Sequence[_Found], delays: Mapping[str, float], actor: str | None) -> None:
+def _redrive(conn: Connection, rows: Sequence[_Found], asked: Mapping[str, float], actor: str | None) -> None:
+    delays = {row.job_id: max(asked[row.job_id], SOON_S if row.gated else 0.0) for row in rows}
     for delay_s in sorted(set(delays.values())):
         for attempt, ids in by_attempt([row for row in rows if delays[row.job_id] == delay_s]):
             moved = move(conn, job_rules.REDRIVE, attempt, ids, delay_s=delay_s)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,6 +21,7 @@ from sqlalchemy import (
     DateTime,
     Engine,
     Integer,
+    Row,
     Select,
     Table,
     Text,
@@ -27,6 +29,7 @@ from sqlalchemy import (
     create_engine,
     event,
     make_url,
+    select,
     text,
 )
 from sqlalchemy.dialects import mysql, sqlite
@@ -39,6 +42,7 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from orchestrator.errors import ConfigError, DatabaseUnavailable
 from orchestrator.settings import Settings
+from orchestrator.store.driver import QuickConnection
 
 LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 #: SQLite counts rows only in a column that is exactly INTEGER.
@@ -58,6 +62,12 @@ class utc_now(FunctionElement[Any]):  # noqa: N801 - reads as the SQL function i
 
     type = DateTime()
     inherit_cache = True
+
+
+def clock(conn: Connection) -> datetime:
+    """The same, asked for by itself."""
+    now: datetime = conn.execute(select(utc_now())).scalar_one()
+    return now
 
 
 class utc_shift(FunctionElement[Any]):  # noqa: N801
@@ -86,6 +96,25 @@ def _shift_mysql(element: utc_shift, compiler: Any, **kw: Any) -> str:
 def _shift_sqlite(element: utc_shift, compiler: Any, **kw: Any) -> str:
     seconds = compiler.process(element.clauses, **kw)
     return f"strftime('%Y-%m-%d %H:%M:%f000', 'now', printf('%+.3f seconds', {seconds}))"
+
+
+class earlier(FunctionElement[Any]):  # noqa: N801
+    """`earlier(moment, seconds)`: a column's moment, so many seconds before."""
+
+    type = DateTime()
+    inherit_cache = True
+
+
+@compiles(earlier, "mysql", "mariadb")
+def _earlier_mysql(element: earlier, compiler: Any, **kw: Any) -> str:
+    moment, seconds = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"({moment} - INTERVAL (1000000 * {seconds}) MICROSECOND)"
+
+
+@compiles(earlier, "sqlite")
+def _earlier_sqlite(element: earlier, compiler: Any, **kw: Any) -> str:
+    moment, seconds = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"strftime('%Y-%m-%d %H:%M:%f000', {moment}, printf('-%.3f seconds', {seconds}))"
 
 
 Keyed = TypeVar("Keyed", Select[Any], Update)
@@ -119,6 +148,45 @@ def upsert(
         conn.execute(given.on_duplicate_key_update(new | computed(given.inserted)))
 
 
+def upsert_returning(
+    conn: Connection,
+    table: Table,
+    rows: list[dict[str, Any]],
+    computed: Callable[[Any], dict[str, Any]],
+    returned: Sequence[str],
+) -> Sequence[Row[Any]]:
+    """The same, and what the rows are after it. Their order is not said."""
+    key = [column.name for column in table.primary_key]
+    columns = [table.c[name] for name in returned]
+    # One row is written as one: the text of that is known already, that of several is made each time.
+    values: Any = rows if len(rows) > 1 else rows[0]
+    if conn.dialect.name == "sqlite":
+        added = sqlite.insert(table).values(values)
+        change: Any = added.on_conflict_do_update(index_elements=key, set_=computed(added.excluded))
+    else:
+        given = mysql.insert(table).values(values)
+        change = given.on_duplicate_key_update(computed(given.inserted))
+    return conn.execute(change.returning(*columns)).all()
+
+
+def largest(*values: ColumnElement[Any]) -> ColumnElement[Any]:
+    return _Largest(*values)
+
+
+class _Largest(FunctionElement[Any]):
+    inherit_cache = True
+
+
+@compiles(_Largest, "mysql", "mariadb")
+def _largest_mysql(element: _Largest, compiler: Any, **kw: Any) -> str:
+    return f"greatest({compiler.process(element.clauses, **kw)})"
+
+
+@compiles(_Largest, "sqlite")
+def _largest_sqlite(element: _Largest, compiler: Any, **kw: Any) -> str:
+    return f"max({compiler.process(element.clauses, **kw)})"
+
+
 def in_order(statement: Select[Any]) -> Select[Any]:
     """Join the tables as they are written: the small one leads, and an index of the large one must not tempt.
 
@@ -148,6 +216,9 @@ class LeaderLock(Protocol):
 
 
 class Dialect(Protocol):
+    #: Whether those who write other rows are in nobody's way.
+    locks_rows: bool
+
     def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
         """Connections for transactions; with `autocommit`, for single reads that stand alone and take no locks."""
 
@@ -159,6 +230,9 @@ class Dialect(Protocol):
 
     def is_content(self, error: DBAPIError) -> bool:
         """Whether it is about what was to be written, although the driver calls it trouble of the server."""
+
+    def without_waiting(self, conn: Connection) -> AbstractContextManager[object]:
+        """Meanwhile what others hold is contention at once."""
 
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         """The lock, on an autocommit engine; None where it proves nothing and only the row may decide."""
@@ -183,6 +257,7 @@ def dialect_of(url: str) -> Dialect:
 
 
 class MariaDB:
+    locks_rows = True
     #: 1213 deadlock, 1205 lock wait, 1020 row changed since read (innodb_snapshot_isolation).
     CONTENTION = frozenset({1213, 1205, 1020})
     #: A CHECK refused the row.
@@ -213,6 +288,7 @@ class MariaDB:
         # The server ends a transaction that idles for so long: its process may be frozen, with locks. They are gone
         # before its worker is declared dead, and nobody who waits for them misses a heartbeat too many.
         patience = max(1, int(settings.worker_timeout_s / 3))
+        event.listen(engine, "do_connect", lambda _dialect, _record, args, named: QuickConnection(*args, **named))
         event.listen(engine, "connect", partial(self._prepare_session, patience_s=patience))
         event.listen(engine, "handle_error", self._leave_the_demoted)
         return engine
@@ -231,6 +307,16 @@ class MariaDB:
 
     def is_content(self, error: DBAPIError) -> bool:
         return self._code(error) in self.CONTENT
+
+    @contextmanager
+    def without_waiting(self, conn: Connection) -> Iterator[None]:
+        usual = conn.execute(text("SELECT @@SESSION.innodb_lock_wait_timeout")).scalar()
+        conn.execute(text("SET SESSION innodb_lock_wait_timeout = 0"))
+        try:
+            yield
+        finally:
+            if not conn.invalidated:
+                conn.execute(text("SET SESSION innodb_lock_wait_timeout = :usual"), {"usual": usual})
 
     def _code(self, error: DBAPIError) -> object:
         return error.orig.args[0] if error.orig is not None and error.orig.args else None
@@ -275,6 +361,8 @@ class MariaDB:
 
 
 class SQLite:
+    locks_rows = False
+
     def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
         path = make_url(settings.database_url).database
         if not path or path == ":memory:":
@@ -301,6 +389,9 @@ class SQLite:
 
     def is_content(self, _error: DBAPIError) -> bool:
         return False
+
+    def without_waiting(self, _conn: Connection) -> AbstractContextManager[object]:
+        return nullcontext()  # there are no rows to wait for: the one writer has them all
 
     def is_away(self, error: DBAPIError) -> bool:
         signs = ("locked", "unable to open", "disk", "readonly")

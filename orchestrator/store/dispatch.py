@@ -18,7 +18,9 @@ from sqlalchemy import Connection, bindparam, or_, select
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.jobs import Queued
-from orchestrator.store import audit, registry
+from orchestrator.policies import Book
+from orchestrator.store import audit, outbox, registry
+from orchestrator.store.caps import NO_BOOK, Seats
 from orchestrator.store.claim import CLAIMABLE, Claim, claim_jobs
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, walking
 from orchestrator.store.hot import Hot
@@ -42,6 +44,8 @@ class Waiting(NamedTuple):
     min_memory_mb: int | None
     cpu_fallback: bool
     waiting_s: float
+    #: Its lane's clock has seen it.
+    announced: bool
 
     def suits(self, types: Collection[str], has_gpus: bool) -> bool:
         """Whether a worker could run it. One without GPUs takes what needs no GPU memory, or can do without."""
@@ -64,7 +68,7 @@ def _waiting(queued: Queued) -> Hot:
     )
 
 
-_QUEUES = tuple(_waiting(queued) for queued in (Queued.ANNOUNCED, Queued.READY))
+_QUEUES = {queued: _waiting(queued) for queued in (Queued.ANNOUNCED, Queued.READY)}
 # Whoever holds a row claims, cancels or ends it: we need not wait for that.
 _LOCK = Hot(
     lambda ids: by_key(
@@ -78,7 +82,11 @@ _LOCK = Hot(
 
 def look(conn: Connection, lane: str, depth: int = DEPTH) -> list[Waiting]:
     """The first jobs of a lane in order of rank, as far as one look goes."""
-    found = [Waiting(*row) for queue in _QUEUES for row in queue.rows(conn, of_lane=lane, most=depth)]
+    found = [
+        Waiting(*[*row, queued is Queued.ANNOUNCED])
+        for queued, queue in _QUEUES.items()
+        for row in queue.rows(conn, of_lane=lane, most=depth)
+    ]
     return sorted(found)
 
 
@@ -95,7 +103,7 @@ class Fetch:
     most: int
 
 
-def openings(conn: Connection, worker_ids: Collection[str]) -> set[str]:
+def openings(conn: Connection, worker_ids: Collection[str], book: Book = NO_BOOK) -> set[str]:
     """Which of these workers should try to claim: one for each job that waits, and those who must hear that they died.
 
     In a lane whose look is full of jobs for others the first one tries as well: perhaps nobody can run those.
@@ -105,6 +113,8 @@ def openings(conn: Connection, worker_ids: Collection[str]) -> set[str]:
     lanes: dict[str, list[Waiting]] = {}
     for worker_id in sorted(found.keys() - wake):
         fetcher = found[worker_id]
+        if _why_closed(fetcher, book):
+            continue
         lane = fetcher.worker.pool_id
         if lane not in lanes:
             lanes[lane] = look(conn, lane)
@@ -114,6 +124,16 @@ def openings(conn: Connection, worker_ids: Collection[str]) -> set[str]:
             lanes[lane].remove(job)
             wake.add(worker_id)
     return wake
+
+
+def why_none(conn: Connection, worker_id: str, book: Book = NO_BOOK) -> str | None:
+    """Why this worker gets no job, whatever waits; None when there was just none for it."""
+    fetcher = registry.find(conn, [worker_id]).get(worker_id)
+    return _why_closed(fetcher, book) if fetcher else None
+
+
+def _why_closed(fetcher: Fetcher, book: Book) -> str | None:
+    return fetcher.closed or book.closed(fetcher.worker.pool_id)
 
 
 Answer = list[Claim] | OrchestratorError
@@ -126,44 +146,76 @@ class Claiming:
     already, hands them back and claims them anew. Otherwise they would belong to workers that never hear of them.
     """
 
-    def __init__(self, fetches: Sequence[Fetch], claimant: Callable[[Fetcher], Claimant]) -> None:
+    def __init__(
+        self,
+        fetches: Sequence[Fetch],
+        claimant: Callable[[Fetcher], Claimant],
+        book: Callable[[Connection], Book] = lambda _conn: NO_BOOK,
+    ) -> None:
         self._fetches = fetches
         self._claimant = claimant
+        self._book = book
+        #: Lanes in which somebody was let go meanwhile.
+        self.freed: set[str] = set()
         self._offers: list[list[str]] | None = None
+        #: Jobs of a lane that are offered before they were announced, with rank and priority.
+        self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
 
     def __call__(self, conn: Connection) -> list[Answer]:
         # Locked, or one that leaves now would keep what it gets from us.
         found = registry.find(conn, {fetch.worker_id for fetch in self._fetches}, lock=True)
+        seats = Seats(conn, self._book(conn))
+        chosen = self._offers if self._offers is not None else self._chosen(conn, found, seats.book)
+        seats.expect([job_id for offer in chosen for job_id in offer])
         if self._offers is None:
-            self._offers = _locked(conn, _choose(conn, self._fetches, found))
+            self._offers = _locked(conn, chosen)
         with audit.together(conn):
-            return [self._claim(conn, *item, found) for item in zip(self._fetches, self._offers, strict=True)]
+            offers = zip(self._fetches, self._offers, strict=True)
+            answers = [self._claim(conn, fetch, offer, found, seats) for fetch, offer in offers]
+        claimed = {claim.job_id for answer in answers if isinstance(answer, list) for claim in answer}
+        for lane, ahead in self._ahead.items():
+            # What the publisher does for those it announces: where nobody reads the stream, service goes on here.
+            outbox.advance(conn, lane, [ranked for job_id, ranked in ahead.items() if job_id in claimed])
+        seats.close()
+        self.freed = seats.freed
+        return answers
 
-    def _claim(self, conn: Connection, fetch: Fetch, offer: list[str], found: Mapping[str, Fetcher]) -> Answer:
+    def _chosen(self, conn: Connection, found: Mapping[str, Fetcher], book: Book) -> list[list[str]]:
+        offers, views = _choose(conn, self._fetches, found, book)
+        self._ahead = {lane: view.ahead for lane, view in sorted(views.items())}
+        return offers
+
+    def _claim(
+        self, conn: Connection, fetch: Fetch, offer: list[str], found: Mapping[str, Fetcher], seats: Seats
+    ) -> Answer:
         try:
             fetcher = registry.alive(found.get(fetch.worker_id), fetch.worker_id)
         except OrchestratorError as refused:
             return refused
         types = fetcher.worker.types
-        answers = claim_jobs(conn, self._claimant(fetcher), offer, lambda kind: 0 if kind in types else None)
+        by = self._claimant(fetcher)
+        answers = claim_jobs(conn, by, offer, lambda kind: 0 if kind in types else None, seats=seats)
         # In order of rank, as they were offered: a worker begins with the first.
         return [claim for job_id in offer if isinstance(claim := answers.get(job_id), Claim)]
 
 
-def _choose(conn: Connection, fetches: Sequence[Fetch], found: Mapping[str, Fetcher]) -> list[list[str]]:
-    """For each wish the jobs to offer; no job is offered twice."""
-    living = {name: fetcher for name, fetcher in found.items() if fetcher.alive}
+def _choose(
+    conn: Connection, fetches: Sequence[Fetch], found: Mapping[str, Fetcher], book: Book
+) -> tuple[list[list[str]], dict[str, _LaneView]]:
+    """For each wish the jobs to offer, no job twice; and the lanes they come from."""
+    living = {name: one for name, one in found.items() if one.alive and not _why_closed(one, book)}
     wanted: Counter[str] = Counter()
     for fetch in fetches:
         if fetch.worker_id in living:
             wanted[living[fetch.worker_id].worker.pool_id] += fetch.most
     lanes = {lane: _LaneView(conn, lane, most) for lane, most in wanted.items()}
-    return [
+    offers = [
         lanes[fetcher.worker.pool_id].take(fetcher, min(fetch.most, fetcher.worker.slots))
         if (fetcher := living.get(fetch.worker_id))
         else []
         for fetch in fetches
     ]
+    return offers, lanes
 
 
 def _locked(conn: Connection, offers: list[list[str]]) -> list[list[str]]:
@@ -185,6 +237,8 @@ class _LaneView:
         self._depth = min(wanted, DEPTH)
         self._jobs = look(conn, lane, self._depth)
         self._given: set[str] = set()
+        #: Of those given, the ones that were not announced, with rank and priority.
+        self.ahead: dict[str, tuple[int, int]] = {}
 
     def take(self, fetcher: Fetcher, most: int) -> list[str]:
         chosen = self._suiting(fetcher, most)
@@ -214,4 +268,5 @@ class _LaneView:
     def _give(self, chosen: Sequence[Waiting]) -> list[str]:
         ids = [job.job_id for job in chosen]
         self._given.update(ids)
+        self.ahead |= {job.job_id: (job.rank, job.priority) for job in chosen if not job.announced}
         return ids

@@ -6,9 +6,10 @@ Everything else about a GPU comes from its node's samples, but for the quarantin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from math import isfinite
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, bindparam, case, func, or_, select, update
@@ -186,6 +187,41 @@ class Gate:
         return cls(settings.gpu_mem_gate_pct, settings.gpu_gate_hysteresis_pct, settings.gpu_gate_hold_s)
 
 
+#: Characters of a UUID, and of other texts, in a row.
+UUID_LENGTH, TEXT_LENGTH = 64, 255
+
+
+def storable(sample: Iterable[Gpu]) -> list[Gpu]:
+    """As rows can hold it: one number that the database refuses would fail the heartbeat that comes with it.
+
+    A GPU whose UUID does not fit is left out: by another it could not be leased.
+    """
+    return [_storable(gpu) for gpu in sample if _text(gpu.uuid, UUID_LENGTH) == gpu.uuid]
+
+
+def _storable(gpu: Gpu) -> Gpu:
+    utilization, temperature_c = gpu.utilization, gpu.temperature_c
+    return replace(
+        gpu,
+        index=_within(gpu.index),
+        name=_text(gpu.name),
+        total_mb=_within(gpu.total_mb),
+        used_mb=_within(gpu.used_mb),
+        utilization=utilization if utilization is not None and isfinite(utilization) else None,
+        temperature_c=temperature_c if temperature_c is None else _within(temperature_c, -MOST),
+        health_reason=gpu.health_reason and _text(gpu.health_reason),
+    )
+
+
+def _within(number: int, least: int = 0) -> int:
+    return min(max(number, least), MOST)
+
+
+def _text(text: str, length: int = TEXT_LENGTH) -> str:
+    """Without halves of surrogate pairs."""
+    return text[:length].encode(errors="replace").decode()
+
+
 def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate, age_s: float = 0.0) -> None:
     """Store a node's sample, as one statement. `usable_mb` is what leases and foreign memory may fill together.
 
@@ -210,7 +246,7 @@ def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate, ag
             "utilization": gpu.utilization,
             "temperature_c": gpu.temperature_c,
             "health": gpu.health,
-            "health_reason": gpu.health_reason and gpu.health_reason[:255],
+            "health_reason": gpu.health_reason,
             "sampled_at": utc_shift(-age_s),
             "gate_closed_at": utc_now() if _over(gpu, gate.pct) else None,
         }
@@ -252,17 +288,16 @@ def elsewhere(conn: Connection, node_id: str, uuids: Collection[str], recent_s: 
     return set(rows.scalars())
 
 
-def holders(conn: Connection, node_id: str, *, ending: bool = True) -> dict[str, list[Holder]]:
-    """Who holds a lease on each GPU of this node; those that are `ending` hold theirs still."""
+def holders(conn: Connection, node_id: str) -> dict[str, list[Holder]]:
+    """Who holds a lease on each GPU of this node; those that are ending hold theirs still."""
     shares = leases.join(lease_gpus, lease_gpus.c.token == leases.c.token)
     query = (
         select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb, leases.c.worker_id, leases.c.slot, leases.c.pid)
         .select_from(shares)
         .where(leases.c.node_id == node_id, leases.c.state == "active")
     )
-    rows = conn.execute(query if ending else query.where(leases.c.ending_as.is_(None)))
     found: dict[str, list[Holder]] = {}
-    for row in rows:
+    for row in conn.execute(query):
         found.setdefault(row.gpu_uuid, []).append(Holder(row.memory_mb, row.worker_id, row.slot, row.pid))
     return found
 

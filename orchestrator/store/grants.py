@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import cast
 
 from sqlalchemy import Connection, select
 
@@ -24,13 +26,14 @@ from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refu
 from orchestrator.store import audit, gpus, leases, residency
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now
+from orchestrator.store.hot import Hot
 
 #: Times a batch is placed anew when another process took the memory between the look and the UPDATE.
 MAX_ROUNDS = 4
 #: Seconds until those for whom warm models leave should ask again.
 ROOM_IS_MADE_S = 0.25
 
-_NOW = select(utc_now())
+_NOW = Hot(lambda _: select(utc_now()))
 
 
 def grant(
@@ -54,7 +57,9 @@ def grant(
 
 def grant_cpu(conn: Connection, requests: Sequence[LeaseRequest], node_id: str) -> list[Granted]:
     """Leases without a GPU, for those who allow it."""
-    now: datetime = conn.execute(_NOW).scalar_one() if requests else datetime.min  # noqa: DTZ901 - used by nobody then
+    if not requests:
+        return []
+    now = _now(conn)
     granted = [Granted(one, "cpu", node_id, (), now + timedelta(seconds=one.ttl_s)) for one in requests]
     leases.insert(conn, granted)
     return granted
@@ -62,35 +67,38 @@ def grant_cpu(conn: Connection, requests: Sequence[LeaseRequest], node_id: str) 
 
 def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
     """Answer requests from outside in one transaction of their own, with their audit rows."""
-    return _grant_anew(db, requests, terms, lambda request: replace(request, token=new_token()))
-
-
-def grant_model(db: Database, request: LeaseRequest, terms: Terms) -> Granted | Denied:
-    """A lease for a model that a slot loads before any job asks for it, on the slot's node."""
-    rename = lambda one: replace(one, model_key=model_lease_key(one.slot or ""))  # noqa: E731 - as short as its twin
-    return _grant_anew(db, [request], terms, rename, request.node_id)[0]
-
-
-def _grant_anew(
-    db: Database,
-    requests: Sequence[LeaseRequest],
-    terms: Terms,
-    rename: Callable[[LeaseRequest], LeaseRequest],
-    node_id: str | None = None,
-) -> list[Granted | Denied]:
     tried: list[str] = []
 
     def work(conn: Connection) -> list[Granted | Denied]:
         # Run again: what was granted before may have been committed, its answer lost. It must not stand in the way of
         # its own repetition, nor stay, since nobody knows it.
-        wanted = [rename(request) for request in requests] if tried else requests
+        wanted = [replace(request, token=new_token()) for request in requests] if tried else requests
         leases.free(conn, tried)
         tried.extend(request.key for request in wanted)
-        answers = grant(conn, wanted, terms, node_id)
-        audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
-        return answers
+        return _grant_and_tell(conn, wanted, terms)
 
     return db.write(work)
+
+
+def grant_model(db: Database, request: LeaseRequest, terms: Terms) -> Granted | Denied:
+    """A lease for a model that a slot loads before any job asks for it, on the slot's node."""
+
+    def work(conn: Connection) -> Granted | Denied:
+        # A slot that waits for its model holds nothing. What stands in its name was granted and the answer lost, now
+        # or by a try before: its worker does not know it, and yet renews it with all others.
+        leases.free(conn, leases.of_slot(conn, str(request.worker_id), str(request.slot)))
+        fresh = replace(request, model_key=model_lease_key(str(request.slot)))
+        return _grant_and_tell(conn, [fresh], terms, request.node_id)[0]
+
+    return db.write(work)
+
+
+def _grant_and_tell(
+    conn: Connection, requests: Sequence[LeaseRequest], terms: Terms, node_id: str | None = None
+) -> list[Granted | Denied]:
+    answers = grant(conn, requests, terms, node_id)
+    audit.record(conn, [_granted_event(answer) for answer in answers if isinstance(answer, Granted)])
+    return answers
 
 
 def _granted_event(lease: Granted) -> audit.Event:
@@ -109,7 +117,7 @@ def _place_all(
     """Propose on the last look, take by guarded UPDATE, and propose again for those whose GPU was taken meanwhile.
 
     Each request's answer, and the time from which leases count: after they were asked for, since holders count from
-    there. So it is that of a look only if the look was taken for them.
+    there.
     """
     asks = _asks(conn, requests, terms)
     idle = residency.IdleModels(conn, terms.resident_min_s, node_id)
@@ -137,13 +145,19 @@ def _place_all(
             break
         old = None
     contended = Denied("other requests took the memory first", Reason.CONTENDED, RETRY_AFTER_S[Reason.CONTENDED])
-    now = look.now if look and not old else None
-    return [answers.get(i, contended) for i in range(len(asks))], now or conn.execute(_NOW).scalar_one()
+    now = look.time_by_now() if look else None
+    return [answers.get(i, contended) for i in range(len(asks))], now or _now(conn)
+
+
+def _now(conn: Connection) -> datetime:
+    ((now,),) = _NOW.rows(conn)
+    return cast(datetime, now)
 
 
 def _look(conn: Connection, terms: Terms, node_id: str | None, *, hosts: bool) -> Look:
+    began = time.monotonic()
     views, now = gpus.views_and_time(conn, terms.stale_s, node_id)
-    return Look(Cluster(views, gpus.hosts(conn) if hosts else ()), now, node_id)
+    return Look(Cluster(views, gpus.hosts(conn) if hosts else ()), now, node_id, began)
 
 
 def _choose(cluster: Cluster, ask: Ask, terms: Terms, mix: Mix) -> Placed | Refused:

@@ -17,6 +17,8 @@ from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select
 MAX_PARAMETERS = 32_000
 #: Characters of one INSERT: four bytes each and escaped, still less than MariaDB's max_allowed_packet of 16 MiB.
 MAX_CHARACTERS = 2_000_000
+#: From so many rows on it pays to look for what they have in common.
+MANY_ROWS = 8
 
 
 Listed = Sequence[ColumnElement[Any]]
@@ -124,13 +126,29 @@ def insert_rows(
         return
     usual = defaults or {}
     used = tuple(name for name in rows[0] if any(row[name] != usual.get(name) for row in rows))
-    head, placeholders, processors = _insert_parts(conn.dialect, table, used)
+    head, mark, processors = _insert_parts(conn.dialect, table, used)
+    shared = _shared(conn, rows, used, processors)
+    varying = [name for name in used if name not in shared]
+    one_row = f"({', '.join([shared.get(name, mark) for name in used])})"
     for part in _portions(rows, len(used), bulky):
-        values = [row[name] for row in part for name in used]
+        values = [row[name] for row in part for name in varying]
         if processors:
-            convert = [processors.get(name) for name in used] * len(part)
+            convert = [processors.get(name) for name in varying] * len(part)
             values = [value if to is None else to(value) for value, to in zip(values, convert, strict=True)]
-        _execute(conn, f"{head}{','.join([placeholders] * len(part))}", tuple(values))
+        _execute(conn, f"{head}{','.join([one_row] * len(part))}", tuple(values))
+
+
+def _shared(
+    conn: Connection, rows: Sequence[dict[str, Any]], used: Sequence[str], processors: Mapping[str, Processor]
+) -> dict[str, str]:
+    """Of many rows the columns in which all are equal: their value is written once, where the driver can write it."""
+    escape = getattr(conn.connection.driver_connection, "escape", None)
+    if escape is None or len(rows) < MANY_ROWS:
+        return {}
+    first = rows[0]
+    equal = [name for name in used if all(row[name] == first[name] for row in rows)]
+    values = {name: processors[name](first[name]) if name in processors else first[name] for name in equal}
+    return {name: escape(value).replace("%", "%%") for name, value in values.items()}
 
 
 def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> Iterator[Sequence[dict[str, Any]]]:
@@ -148,7 +166,7 @@ def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> 
 
 @lru_cache(maxsize=256)
 def _insert_parts(dialect: Any, table: Table, used: tuple[str, ...]) -> tuple[str, str, dict[str, Processor]]:
-    """INSERT … VALUES, one row's placeholders, and how this database wants some values converted."""
+    """INSERT … VALUES, a value's placeholder, and how this database wants some values converted."""
     quote = dialect.identifier_preparer.quote
     mark = "?" if dialect.paramstyle == "qmark" else "%s"
     columns = ", ".join(quote(name) for name in used)
@@ -158,4 +176,4 @@ def _insert_parts(dialect: Any, table: Table, used: tuple[str, ...]) -> tuple[st
         if processor is not None:
             processors[name] = processor
     head = f"INSERT INTO {quote(table.name)} ({columns}) VALUES "  # noqa: S608 - names come from the schema
-    return head, f"({', '.join([mark] * len(used))})", processors
+    return head, mark, processors

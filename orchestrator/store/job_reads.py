@@ -11,12 +11,13 @@ from sqlalchemy import Connection, func, select
 
 from orchestrator.errors import JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
+from orchestrator.jsontext import listed
 from orchestrator.store import paging
-from orchestrator.store.dialect import seconds_since
+from orchestrator.store.dialect import seconds_since, walking
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
-_HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at"}
+_HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at", "held_caps"}
 _SHOWN = [column for column in jobs.c if column.name not in _HIDDEN]
 #: A page of jobs leaves out what may be a megabyte each.
 _LISTED = [column for column in _SHOWN if column.name != "payload"]
@@ -96,11 +97,54 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
 
 
 def _readable(record: dict[str, Any]) -> dict[str, Any]:
-    record["tags"] = json.loads(record["tags"]) if record["tags"] else []
+    record["tags"] = listed(record["tags"])
+    record["concurrency_keys"] = listed(record["concurrency_keys"])
+    record["constraints"] = json.loads(record["constraints"]) if record["constraints"] else None
     record["pool_id"] = record.pop("lane")
     asked, ended = record["cancel_requested_at"], record["finished_at"]
     record["stop_seconds"] = (ended - asked).total_seconds() if record["status"] == Status.CANCELLED and asked else None
     return record
+
+
+#: Jobs of one status that statistics count: beyond that they say "at least".
+MOST_COUNTED = 10_000
+UNFINISHED = (Status.PENDING, *sorted(OWNED))
+
+
+def stats(conn: Connection, most: int = MOST_COUNTED) -> dict[str, Any]:
+    """Jobs by status; those that are not over by pool and agent, too. Bounded: the oldest `most` of each status."""
+    statuses = {status: _counted(conn, status, most) for status in Status}
+    pools: dict[str, dict[str, int]] = {}
+    agents: dict[str, dict[str, int]] = {}
+    for status in UNFINISHED:
+        for lane, agent, count in _unfinished(conn, status, most):
+            for groups, name in ((pools, lane), (agents, agent)):
+                group = groups.setdefault(name, dict.fromkeys(UNFINISHED, 0))
+                group[status] += count
+    return {
+        "status": statuses,
+        "pools": dict(sorted(pools.items())),
+        "agents": dict(sorted(agents.items())),
+        "oldest_pending_seconds": _oldest_pending_s(conn),
+        "at_least": [status for status, count in statuses.items() if count >= most],
+    }
+
+
+def _counted(conn: Connection, status: Status, most: int) -> int:
+    some = select(jobs.c.status).where(jobs.c.status == status).limit(most).subquery()
+    return int(conn.execute(select(func.count()).select_from(some)).scalar_one())
+
+
+def _unfinished(conn: Connection, status: Status, most: int) -> Sequence[Any]:
+    some = select(jobs.c.lane, jobs.c.agent).where(jobs.c.status == status).order_by(jobs.c.created_at).limit(most)
+    first = walking(some, jobs, "ix_jobs_status").subquery()
+    return conn.execute(select(first.c.lane, first.c.agent, func.count()).group_by(first.c.lane, first.c.agent)).all()
+
+
+def _oldest_pending_s(conn: Connection) -> float | None:
+    oldest = select(seconds_since(jobs.c.created_at)).where(jobs.c.status == Status.PENDING)
+    age = conn.execute(oldest.order_by(jobs.c.created_at).limit(1)).scalar()
+    return None if age is None else max(float(age), 0.0)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sqlalchemy import ClauseElement, Connection, bindparam, delete, or_, select, update
@@ -22,7 +23,6 @@ from orchestrator.leases import Granted, lease_name, token_hash
 from orchestrator.store import audit, gpus, nodes
 from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot, Listed, insert_rows
-from orchestrator.store.nodes import Worker
 from orchestrator.store.schema import gpus as gpu_rows
 from orchestrator.store.schema import lease_gpus, leases
 
@@ -115,6 +115,14 @@ def lock(conn: Connection, keys: Collection[str]) -> None:
         _LOCK.run(conn, sorted(keys))
 
 
+def of_slot(conn: Connection, worker_id: str, slot: str) -> list[str]:
+    """The leases in a slot's name that are not over, nor ending."""
+    mine = walking(select(leases.c.token), leases, "ix_leases_worker").where(
+        leases.c.worker_id == worker_id, leases.c.state == "active", leases.c.ending_as.is_(None)
+    )
+    return list(conn.execute(mine.where(leases.c.slot == slot)).scalars())
+
+
 def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
     """End leases and give the GPUs back what they hold. Those already over are left out.
 
@@ -170,7 +178,8 @@ def let_go(
 
 def finish_endings(
     conn: Connection,
-    worker: Worker,
+    node_id: str,
+    worker_ids: Collection[str],
     sample: Sequence[Gpu],
     running: Collection[str],
     patience_s: float,
@@ -178,30 +187,34 @@ def finish_endings(
 ) -> list[str]:
     """End the ending leases of a node whose processes are gone; a GPU where they do not go is quarantined.
 
-    `running` are the worker's own slots that live; `taken_at` the monotonic time before the sample was taken: it says
-    nothing about leases that their holders used until later, nor about who went while the driver hung. Returns the
-    GPUs that were quarantined.
+    `worker_ids` ask, `running` are those of their slots that live; `taken_at` is the monotonic time before the sample
+    was taken: it says nothing about leases that their holders used until later, nor about who went while the driver
+    hung. Returns the GPUs that were quarantined.
     """
-    endings = _endings(conn, worker.node_id)
+    shares = _shares(conn, node_id)
     # After the query, so that no lease seems to have ended before the sample.
     age_s = time.monotonic() - taken_at if taken_at is not None else 0.0
-    endings = {key: rows for key, rows in endings.items() if rows[0].ending_s >= age_s}
+    endings = {key: rows for key, rows in shares.items() if rows[0].ending_as and rows[0].ending_s >= age_s}
+    if not endings:
+        return []
+    late = {key for key, rows in endings.items() if rows[0].ending_s > patience_s + age_s}
+    going_on = _holders(rows for key, rows in shares.items() if key not in endings)
+    blameless = _holders(rows for key, rows in shares.items() if key not in late)
     by_uuid = {gpu.uuid: gpu for gpu in sample}
-    neighbours = _neighbours(conn, worker, endings)
-    live = _live_holders(conn, worker.node_id, endings)
+    neighbours = _neighbours(conn, worker_ids, endings)
     stuck: dict[str, str] = {}
     over: dict[str, list[str]] = {}
     for key, rows in endings.items():
-        row = rows[0]
-        holder = Holder(row.memory_mb, row.worker_id, row.slot, row.pid)
+        row, holder = rows[0], _holder(rows[0])
         uuids = [share.gpu_uuid for share in rows]
         seen = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid]
         if row.worker_id in neighbours and any(gpu.processes is None for gpu in seen):
             continue  # only that worker knows whether its slot runs
-        held = [gpu for gpu in seen if still_held(gpu, holder, running, live.get(gpu.uuid, ()))]
+        others = blameless if key in late else going_on
+        held = [gpu for gpu in seen if still_held(gpu, holder, running, others.get(gpu.uuid, ()))]
         if len(seen) == len(uuids) and not held:
             over.setdefault(row.ending_as, []).append(key)
-        elif row.ending_s > patience_s + age_s:
+        elif key in late:
             who = {gpu.uuid: _holders_of(gpu, holder) for gpu in held} or dict.fromkeys(uuids, "nobody can tell")
             stuck |= {uuid: f"memory of lease {lease_name(key)} did not come back: {why}" for uuid, why in who.items()}
             over.setdefault(row.ending_as, []).append(key)
@@ -212,17 +225,22 @@ def finish_endings(
     return sorted(stuck)
 
 
-def _neighbours(conn: Connection, worker: Worker, endings: Mapping[str, list[Any]]) -> set[str]:
-    """The living workers beside this one whose leases are ending."""
-    others = {rows[0].worker_id for rows in endings.values()} - {None, worker.worker_id}
+def _neighbours(conn: Connection, worker_ids: Collection[str], endings: Mapping[str, list[Any]]) -> set[str]:
+    """The living workers beside these whose leases are ending."""
+    others = {rows[0].worker_id for rows in endings.values()} - {None, *worker_ids}
     return nodes.alive_ids(conn, sorted(others)) if others else set()
 
 
-def _live_holders(conn: Connection, node_id: str, endings: Mapping[str, list[Any]]) -> Mapping[str, list[Holder]]:
-    """By GPU, the leases that go on; asked for only where an ending one may be taken for one of them."""
-    if all(rows[0].slot for rows in endings.values()):
-        return {}
-    return gpus.holders(conn, node_id, ending=False)
+def _holder(share: Any) -> Holder:
+    return Holder(share.memory_mb, share.worker_id, share.slot, share.pid)
+
+
+def _holders(several: Iterable[list[Any]]) -> dict[str, list[Holder]]:
+    """By GPU."""
+    found: dict[str, list[Holder]] = {}
+    for share in chain.from_iterable(several):
+        found.setdefault(share.gpu_uuid, []).append(_holder(share))
+    return found
 
 
 def _holders_of(gpu: Gpu, holder: Holder) -> str:
@@ -230,7 +248,8 @@ def _holders_of(gpu: Gpu, holder: Holder) -> str:
     return f"held by process {', '.join(map(str, pids[:5]))}" if pids else "nobody can tell"
 
 
-def _endings(conn: Connection, node_id: str) -> dict[str, list[Any]]:
+def _shares(conn: Connection, node_id: str) -> dict[str, list[Any]]:
+    """Of all active leases on GPUs of this node; one look, in which each of them is either ending or not."""
     rows = conn.execute(
         select(
             leases.c.token,
@@ -243,7 +262,7 @@ def _endings(conn: Connection, node_id: str) -> dict[str, list[Any]]:
             lease_gpus.c.memory_mb,
         )
         .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
-        .where(leases.c.node_id == node_id, leases.c.state == "active", leases.c.ending_as.is_not(None))
+        .where(leases.c.node_id == node_id, leases.c.state == "active")
     )
     found: dict[str, list[Any]] = {}
     for row in rows:

@@ -30,7 +30,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.jobs import OWNED, Arrow, Queued
 from orchestrator.leases import JOB_LEASE, Terms
 from orchestrator.store import audit
-from orchestrator.store.dialect import by_key, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, earlier, utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs
 
@@ -83,10 +83,15 @@ def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
     )
 
 
+#: The latest start that meets a deadline which still counts. It stands in `start_by` while a job may be announced, and
+#: only then: whoever looks for urgent jobs must not read past those that wait for something else.
+LATEST_START = earlier(jobs.c.expires_at, func.coalesce(jobs.c.expected_duration_sec, 0.0))
+
 #: Columns that always change with an arrow, beside the status.
 _UNOWNED = {
     "worker_id": None,
     "lease_token": None,
+    "held_caps": None,
     "published_at": None,
     "progress": None,
     "progress_note": None,
@@ -94,6 +99,7 @@ _UNOWNED = {
 _ENDED = {
     "finished_at": utc_now(),
     "lease_token": None,
+    "held_caps": None,
     "expires_at": None,
     # Its start may never have been written by itself: then it ended within moments of the claim.
     "started_at": func.coalesce(jobs.c.started_at, jobs.c.claimed_at),
@@ -102,8 +108,16 @@ _LATER = bindparam("delay_s", type_=Float) > 0
 _DUE = {
     "queued": case((_LATER, Queued.DELAYED), else_=Queued.READY),
     "not_before": case((_LATER, utc_shift(bindparam("delay_s", type_=Float))), else_=None),
+    "start_by": case((_LATER, None), else_=LATEST_START),
 }
-_WITHDRAWN = {"queued": None, "not_before": None, "expires_at": None, "finished_at": utc_now()}
+_WITHDRAWN = {
+    "queued": None,
+    "not_before": None,
+    "blocked_on": None,
+    "start_by": None,
+    "expires_at": None,
+    "finished_at": utc_now(),
+}
 _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.CLAIM: {
         "attempt": jobs.c.attempt + 1,
@@ -117,6 +131,7 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
         ),
         "attempts": jobs.c.attempts + 1,
         "queued": None,
+        "start_by": None,
         "claimed_at": utc_now(),
         "started_at": None,
         "wait_reason": None,

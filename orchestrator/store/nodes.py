@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, Table, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, Update, and_, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import tally
 from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
-from orchestrator.store.dialect import seconds_since, utc_now, utc_shift, walking
-from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, nodes, workers
+from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
+from orchestrator.store.schema import ENDED_WORKERS, LIVE_WORKERS, jobs, leases, nodes, workers
 
 #: The node of a worker that names none: no node's name, so that no GPU is there.
 NO_NODE = "(none)"
@@ -84,7 +84,7 @@ class Beat:
     held: tuple[str, ...] = ()
     #: The leases of the warm models in memory.
     resident: tuple[str, ...] = ()
-    #: Slots there are, and those that can take jobs; None: as many as it registered with.
+    #: Slots there are, and those that can take jobs; None: as many as there were.
     slots: int | None = None
     ready: int = 0
     #: Why it cannot do what it should; `blocked` when it only waits for GPU memory.
@@ -101,54 +101,127 @@ def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
 
     Raises WorkerLost when the leader has given its jobs away: it must stop them and register anew.
     """
-    alive = conn.execute(
-        update(workers)
-        .where(workers.c.worker_id == worker.worker_id, workers.c.status.in_(LIVE_WORKERS))
-        .values(
-            last_heartbeat=utc_now(),
-            busy=beat.busy,
-            jobs_done=beat.done,
-            jobs_failed=beat.failed,
-            status="draining" if beat.draining else "active",
-            slots=worker.slots if beat.slots is None else beat.slots,
-            ready=beat.ready,
-            trouble=beat.trouble and beat.trouble[:255],
-            blocked=beat.blocked,
-            load_seconds=beat.load_seconds,
-            **({"batch_sizes": beat.batch_sizes} if beat.batch_sizes else {}),
-        )
-    )
-    if alive.rowcount != 1:
-        raise WorkerLost(worker.worker_id)
+    name = worker.worker_id
+    if not _say(conn, {name: beat}, {}):
+        raise WorkerLost(name)
     if beat.busy or beat.resident:
-        renew_leases(conn, worker.worker_id)
-    for job_id, attempt, fraction, note in beat.progress:
-        conn.execute(
-            update(jobs)
-            .where(jobs.c.job_id == job_id, jobs.c.attempt == attempt, jobs.c.worker_id == worker.worker_id)
-            .values(progress=fraction, progress_note=note[:255])
-        )
+        renew_leases(conn, [name])
+    note_progress(conn, {name: beat})
     _see(conn, worker.node_id)
 
 
-def _see(conn: Connection, node_id: str) -> None:
-    """Say that a node lives, unless a neighbour just did: its row is one for all of its workers, who would queue there.
+class Heard(NamedTuple):
+    """What became of the heartbeats of several workers; nobody's for the rest of them."""
 
-    Held until the end of a heartbeat, it would let only one of them write its sample at a time.
+    #: The leader has given their jobs away.
+    lost: set[str]
+    #: Somebody holds their rows: nothing is written of them.
+    missed: set[str]
+    #: They hold a lease that is somebody's too, and was not extended lately.
+    unrenewed: set[str]
+
+
+def heartbeats(
+    conn: Connection, node_id: str, beats: Mapping[str, Beat], said: Mapping[str, Beat], recent_s: float
+) -> Heard:
+    """The same for several workers of a node, but for their progress. It waits for no row, whoever holds it.
+
+    `said` is what stands in their rows already: those who say nothing else share one statement. A lease extended
+    within `recent_s` seconds, or granted, need not be extended now.
     """
+    mine = by_key(select(workers.c.worker_id), workers).where(_living(beats))
+    free = {*conn.execute(mine.with_for_update(skip_locked=True)).scalars()}
+    missed = alive_ids(conn, sorted(beats.keys() - free)) if free != beats.keys() else set()
+    _say(conn, {name: beat for name, beat in beats.items() if name in free}, said)
+    holding = [name for name in free if beats[name].busy or beats[name].resident]
+    unrenewed = _renew_free_leases(conn, holding, recent_s) if holding else set()
+    if free:
+        _see(conn, node_id)
+    return Heard(beats.keys() - free - missed, missed, unrenewed)
+
+
+def _say(conn: Connection, beats: Mapping[str, Beat], said: Mapping[str, Beat]) -> int:
+    """Write what they say; how many of them live."""
+    quiet = [name for name, beat in beats.items() if name in said and _columns(said[name]) == _columns(beat)]
+    heard = conn.execute(_alive(quiet).values(last_heartbeat=utc_now())).rowcount if quiet else 0
+    for name in sorted(beats.keys() - quiet):
+        heard += conn.execute(_alive([name]).values(last_heartbeat=utc_now(), **_columns(beats[name]))).rowcount
+    return heard
+
+
+def _living(worker_ids: Collection[str]) -> ColumnElement[bool]:
+    return and_(workers.c.worker_id.in_(sorted(worker_ids)), workers.c.status.in_(LIVE_WORKERS))
+
+
+def _alive(worker_ids: Collection[str]) -> Update:
+    return update(workers).where(_living(worker_ids))
+
+
+def _columns(beat: Beat) -> dict[str, Any]:
+    """What a worker's row says of a heartbeat. What is not told stays as it is."""
+    told = {"slots": beat.slots, "batch_sizes": beat.batch_sizes or None}
+    return {
+        "busy": beat.busy,
+        "jobs_done": beat.done,
+        "jobs_failed": beat.failed,
+        "status": "draining" if beat.draining else "active",
+        "ready": beat.ready,
+        "trouble": beat.trouble and beat.trouble[:255],
+        "blocked": beat.blocked,
+        "load_seconds": beat.load_seconds,
+        **{name: value for name, value in told.items() if value is not None},
+    }
+
+
+def note_progress(conn: Connection, beats: Mapping[str, Beat]) -> None:
+    """Write how far jobs are. One whose row somebody holds is left out: that is no news worth waiting for."""
+    reports = sorted((*report, name) for name, beat in beats.items() for report in beat.progress)
+    if not reports:
+        return
+    some = by_key(select(jobs.c.job_id), jobs).where(jobs.c.job_id.in_({report[0] for report in reports}))
+    free = set(conn.execute(some.with_for_update(skip_locked=True)).scalars())
+    for job_id, attempt, fraction, note, worker_id in (report for report in reports if report[0] in free):
+        conn.execute(
+            update(jobs)
+            .where(jobs.c.job_id == job_id, jobs.c.attempt == attempt, jobs.c.worker_id == worker_id)
+            .values(progress=fraction, progress_note=note[:255])
+        )
+
+
+def _see(conn: Connection, node_id: str) -> None:
+    """Say that a node lives, unless a neighbour just did, or somebody holds its row, which is one for all workers."""
     mine = nodes.c.node_id == node_id
     age_s = conn.execute(select(seconds_since(nodes.c.last_heartbeat)).where(mine)).scalar()
-    if age_s is None or age_s > SEEN_S:
+    if age_s is not None and age_s <= SEEN_S:
+        return
+    if conn.execute(select(nodes.c.node_id).where(mine).with_for_update(skip_locked=True)).scalar():
         conn.execute(update(nodes).where(mine).values(last_heartbeat=utc_now()))
 
 
-def renew_leases(conn: Connection, worker_id: str) -> None:
+def renew_leases(conn: Connection, worker_ids: Collection[str]) -> None:
     # Not along an index that the ends of leases change: they hold the rows, and would wait for us there.
     conn.execute(
         walking(update(leases), leases, "ix_leases_worker")
-        .where(leases.c.worker_id == worker_id, leases.c.state == "active", leases.c.ending_as.is_(None))
+        .where(leases.c.worker_id.in_(sorted(worker_ids)), leases.c.state == "active", leases.c.ending_as.is_(None))
         .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
     )
+
+
+def _renew_free_leases(conn: Connection, worker_ids: Collection[str], recent_s: float) -> set[str]:
+    """Extend what nobody else holds; whose other leases were not extended lately. Whoever ends one holds it too."""
+    live = (
+        leases.c.worker_id.in_(sorted(worker_ids)),
+        leases.c.state == "active",
+        leases.c.ending_as.is_(None),
+    )
+    mine = walking(select(leases.c.token), leases, "ix_leases_worker").where(*live)
+    free = sorted(conn.execute(mine.with_for_update(skip_locked=True)).scalars())
+    if free:
+        extended = {"last_heartbeat": utc_now(), "expires_at": utc_shift(leases.c.ttl_seconds)}
+        conn.execute(by_key(update(leases)).where(leases.c.token.in_(free)).values(extended))
+    extended_at = func.coalesce(leases.c.last_heartbeat, leases.c.created_at)
+    old = walking(select(leases.c.worker_id), leases, "ix_leases_worker")
+    return {*conn.execute(old.where(*live, extended_at < utc_shift(-recent_s))).scalars()}
 
 
 def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
@@ -183,6 +256,25 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
         )
         audit.record(conn, [worker_event("worker.lost", row) for row in silent])
     return [as_worker(row) for row in silent]
+
+
+def forget(conn: Connection, keep_s: float, limit: int) -> int:
+    """Delete workers that ended so long ago, unless memory is leased to them still; how many.
+
+    Locked before they are deleted: one that came over HTTP may be registering anew under its id.
+    """
+    theirs = walking(select(leases.c.token), leases, "ix_leases_worker")
+    held = theirs.where(leases.c.worker_id == workers.c.worker_id, leases.c.state == "active").exists()
+    gone = conn.execute(
+        select(workers.c.worker_id)
+        .where(workers.c.status.in_(ENDED_WORKERS), workers.c.last_heartbeat <= utc_shift(-keep_s), ~held)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    worker_ids = list(gone.scalars())
+    if worker_ids:
+        conn.execute(delete(workers).where(workers.c.worker_id.in_(worker_ids)))
+    return len(worker_ids)
 
 
 class DeadOwner(NamedTuple):

@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, func, select, update
+from sqlalchemy import ColumnElement, Connection, Float, bindparam, func, or_, select, update
 
+from orchestrator.gates import AGENT, CAPACITY, FOR_PLACE, FOR_UNITS, QUIET, UNTIL_QUIET
 from orchestrator.jobs import Queued, Ready
+from orchestrator.policies import Book
+from orchestrator.ranking import reached
 from orchestrator.store import pools
-from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.caps import NO_BOOK, Glance
+from orchestrator.store.dialect import utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
-from orchestrator.store.schema import jobs, lanes, workers
+from orchestrator.store.moves import LATEST_START
+from orchestrator.store.schema import gate_holds, jobs, lanes, workers
 
-_READY = (
-    select(jobs.c.job_id, jobs.c.type, jobs.c.trace_context)
-    .where(jobs.c.lane == bindparam("of_lane"), jobs.c.queued == Queued.READY)
-    .order_by(jobs.c.rank)
-    .limit(bindparam("most"))
-    .with_for_update(skip_locked=True)
-)
+#: How often one transaction looks for more, after jobs whose caps are full were parked.
+MAX_LOOKS = 16
+
+_ENTRY = (jobs.c.job_id, jobs.c.type, jobs.c.trace_context, jobs.c.rank, jobs.c.priority)
+#: What caps need to know of a job: read only where there are any.
+_KEYED = (*_ENTRY, jobs.c.agent, jobs.c.model_id, jobs.c.concurrency_keys)
+
+
+class _Next(NamedTuple):
+    job_id: str
+    type: str
+    trace_context: str | None
+    rank: int
+    priority: int
+    agent: str = ""
+    model_id: str | None = None
+    concurrency_keys: str | None = None
+
+
+def _ready(columns: Sequence[ColumnElement[Any]]) -> Hot:
+    return Hot(
+        lambda _ids: (
+            select(*columns)
+            .where(jobs.c.lane == bindparam("of_lane"), jobs.c.queued == Queued.READY)
+            .order_by(jobs.c.rank)
+            .limit(bindparam("most"))
+            .with_for_update(skip_locked=True)
+        )
+    )
+
+
+def _urgent(columns: Sequence[ColumnElement[Any]]) -> Hot:
+    return Hot(
+        lambda _ids: (
+            walking(select(*columns), jobs, "ix_jobs_start_by")
+            .where(
+                jobs.c.lane == bindparam("of_lane"),
+                jobs.c.start_by <= utc_shift(bindparam("horizon_s", type_=Float)),
+                jobs.c.queued == Queued.READY,
+            )
+            .order_by(jobs.c.start_by)
+            .limit(bindparam("most"))
+            .with_for_update(skip_locked=True)
+        )
+    )
+
+
+_READY = {keyed: _ready(_KEYED if keyed else _ENTRY) for keyed in (False, True)}
+_URGENT = {keyed: _urgent(_KEYED if keyed else _ENTRY) for keyed in (False, True)}
 _ANNOUNCE = Hot(
     lambda ids: (
         update(jobs)
@@ -26,33 +75,136 @@ _ANNOUNCE = Hot(
         .values(queued=Queued.ANNOUNCED, published_at=utc_now())
     )
 )
+_ADVANCE = Hot(
+    lambda _ids: (
+        update(lanes)
+        .where(lanes.c.lane == bindparam("of_lane"), lanes.c.virtual_time < bindparam("reached"))
+        .values(virtual_time=bindparam("reached"))
+    )
+)
 
 
-def take(conn: Connection, lane: str, limit: int) -> list[Ready]:
-    """Ready → announced for the next `limit` jobs of a lane, in order of rank. Two takers never get the same job."""
-    ready = [Ready(*row) for row in conn.execute(_READY, {"of_lane": lane, "most": limit})]
-    if ready:
-        _ANNOUNCE.run(conn, [job.job_id for job in ready])
-    return ready
+class Urgent(NamedTuple):
+    """Jobs whose latest start is at most `horizon_s` away go first, up to `places` of them."""
+
+    places: int
+    horizon_s: float
 
 
-def promote_due(conn: Connection, limit: int) -> int:
-    """Delayed → ready for jobs whose time has come."""
+def take(
+    conn: Connection, lane: str, limit: int, urgent: Urgent | None = None, caps: Glance | None = None
+) -> list[Ready]:
+    """Ready → announced for the next `limit` jobs of a lane, in order of rank. Two takers never get the same job.
+
+    Those that are taken for their deadline jump ahead: what they overtook has not been served, so the clock stays.
+    Those whose caps are full are parked, and others take their place.
+    """
+    if caps is None or not caps.book.limits:
+        return _announce(conn, lane, *_find(conn, lane, limit, urgent))
+    return [] if caps.book.closed(lane) else _take_seated(conn, lane, limit, urgent, caps)
+
+
+def _take_seated(conn: Connection, lane: str, limit: int, urgent: Urgent | None, caps: Glance) -> list[Ready]:
+    taken: list[Ready] = []
+    for _ in range(MAX_LOOKS):
+        asked = limit - len(taken)
+        early, ranked = _find(conn, lane, asked, urgent, keyed=True)
+        found = [*early, *ranked]
+        seated = caps.seated(lane, found) if found else set()
+        taken += _announce(conn, lane, *([job for job in some if job.job_id in seated] for some in (early, ranked)))
+        if (len(found) < asked and lane not in caps.freed) or len(taken) >= limit:
+            break
+        caps.freed.discard(lane)
+        urgent = None  # they were announced or parked
+    else:
+        caps.freed.add(lane)
+    return taken
+
+
+def _find(
+    conn: Connection, lane: str, limit: int, urgent: Urgent | None, *, keyed: bool = False
+) -> tuple[list[_Next], list[_Next]]:
+    """Those whose deadline is near, and the first of the others; locked."""
+    near = _URGENT[keyed].rows(conn, of_lane=lane, horizon_s=urgent.horizon_s, most=urgent.places) if urgent else []
+    early = [_Next(*row) for row in near]
+    known = {job.job_id for job in early}
+    ranked = [_Next(*row) for row in _READY[keyed].rows(conn, of_lane=lane, most=limit)]
+    return early, [job for job in ranked if job.job_id not in known][: limit - len(early)]
+
+
+def _announce(conn: Connection, lane: str, early: Sequence[_Next], ranked: Sequence[_Next]) -> list[Ready]:
+    chosen = [Ready(job.job_id, job.type, job.trace_context, urgent=True) for job in early]
+    chosen += [Ready(job.job_id, job.type, job.trace_context) for job in ranked]
+    if chosen:
+        _ANNOUNCE.run(conn, [job.job_id for job in chosen])
+        advance(conn, lane, [(job.rank, job.priority) for job in ranked])
+    return chosen
+
+
+def advance(conn: Connection, lane: str, ranked: Sequence[tuple[int, int]]) -> None:
+    """The lane's clock goes on to these ranks with their priorities: they are announced, or claimed without that."""
+    if ranked:
+        _ADVANCE.run(conn, of_lane=lane, reached=max(reached(*one) for one in ranked))
+
+
+def promote_due(conn: Connection, limit: int, book: Book = NO_BOOK) -> int:
+    """Delayed → ready for jobs whose time has come.
+
+    Those that want quiet, units that they do not hold yet, or a place among their agent's jobs that they were not given
+    when they were submitted, wait for the leader's gates then.
+    """
     due = conn.execute(
-        select(jobs.c.job_id)
+        select(jobs.c.job_id, jobs.c.constraints, jobs.c.cost_units, jobs.c.agent, jobs.c.attempt, jobs.c.wait_reason)
         .where(jobs.c.not_before <= utc_now(), jobs.c.queued == Queued.DELAYED)
         .order_by(jobs.c.not_before)
         .limit(limit)
         .with_for_update(skip_locked=True)
-    ).scalars()
-    ids = list(due)
-    if ids:
+    ).all()
+    gates = {row.job_id: gates for row in due if (gates := _gates(row, book))}
+    held = _held(conn, gates)
+    waiting: dict[str, list[str]] = defaultdict(list)
+    for job_id, before in gates.items():
+        if first := next((gate for gate in before if (gate, job_id) not in held), None):
+            waiting[first].append(job_id)
+    kept = {job_id for job_ids in waiting.values() for job_id in job_ids}
+    _promote(conn, [row.job_id for row in due if row.job_id not in kept], Queued.READY)
+    for gate, job_ids in sorted(waiting.items()):
+        _promote(conn, job_ids, Queued.BLOCKED, blocked_on=gate, wait_reason=_REASONS.get(gate, FOR_PLACE))
+    return len(due)
+
+
+_REASONS = {QUIET: UNTIL_QUIET, CAPACITY: FOR_UNITS}
+
+
+def _gates(job: Any, book: Book) -> list[str]:
+    """What a job that is due waits for, in order, unless it has that already. Quiet is never had: it is so or not."""
+    agent = book.agent(job.agent)
+    # Whoever was tried or put off before has passed there.
+    new = not job.attempt and job.wait_reason is None
+    limited = [f"{AGENT}{job.agent}"] if new and agent.limits and agent.action == "queue" else []
+    if job.constraints:
+        return [*limited, QUIET]
+    return [*limited, CAPACITY] if job.cost_units and book.admission.capacity else limited
+
+
+def _held(conn: Connection, gates: Mapping[str, Collection[str]]) -> set[tuple[str, str]]:
+    """By gate and job, what these hold already."""
+    names = {gate for before in gates.values() for gate in before} - {QUIET}
+    if not names:
+        return set()
+    held = select(gate_holds.c.gate, gate_holds.c.job_id).where(
+        gate_holds.c.gate.in_(sorted(names)), gate_holds.c.job_id.in_(sorted(gates))
+    )
+    return {(row.gate, row.job_id) for row in conn.execute(held)}
+
+
+def _promote(conn: Connection, job_ids: Sequence[str], queued: Queued, **values: str) -> None:
+    if job_ids:
         conn.execute(
             update(jobs)
-            .where(jobs.c.job_id.in_(ids), jobs.c.queued == Queued.DELAYED)
-            .values(queued=Queued.READY, not_before=None)
+            .where(jobs.c.job_id.in_(job_ids), jobs.c.queued == Queued.DELAYED)
+            .values(queued=queued, not_before=None, start_by=LATEST_START if queued is Queued.READY else None, **values)
         )
-    return len(ids)
 
 
 def announced(conn: Connection, lane: str, older_than_s: float, limit: int) -> list[str]:
@@ -87,6 +239,18 @@ def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.
 
 def known_lanes(conn: Connection) -> list[str]:
     return list(conn.execute(select(lanes.c.lane).order_by(lanes.c.lane)).scalars())
+
+
+def lanes_with(conn: Connection, *queued: Queued, among: Collection[str] | None = None) -> list[str]:
+    """Lanes in which a job waits like that: one look into the index for each, whatever the backlog."""
+    found = select(lanes.c.lane).where(or_(*[_has(state) for state in queued])).order_by(lanes.c.lane)
+    return list(conn.execute(found if among is None else found.where(lanes.c.lane.in_(sorted(among)))).scalars())
+
+
+def _has(state: Queued) -> ColumnElement[bool]:
+    """Neither EXISTS nor IN: the planner would turn one round, and walk over a lane's history for the other."""
+    first = select(jobs.c.queued).where(jobs.c.lane == lanes.c.lane, jobs.c.queued == state).limit(1)
+    return first.correlate(lanes).scalar_subquery().is_not(None)
 
 
 def live_slots(conn: Connection, lane: str) -> int | None:

@@ -33,6 +33,8 @@ class Ownership(NamedTuple):
     #: Seconds since somebody asked to cancel it.
     cancelled_s: float | None
     overdue: bool | None
+    #: The capped keys that it counts for, as JSON.
+    held_caps: str | None
 
 
 _OWNERSHIP = Hot(
@@ -54,6 +56,7 @@ _OWNERSHIP = Hot(
             jobs.c.retry_cap_sec,
             seconds_since(jobs.c.cancel_requested_at).label("cancelled_s"),
             (jobs.c.expires_at <= utc_now()).label("overdue"),
+            jobs.c.held_caps,
         )
         .where(jobs.c.job_id.in_(ids))
         .with_for_update(),

@@ -36,7 +36,9 @@ def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[
     if row is None:
         try:
             with conn.begin_nested():
-                conn.execute(insert(worker_pools), {**_columns(spec), "pool_id": pool_id})
+                revision = _unused_revision(conn, pool_id)
+                conn.execute(insert(worker_pools), {**_columns(spec), "pool_id": pool_id, "revision": revision})
+                conn.execute(delete(pool_assignments).where(pool_assignments.c.pool_id == pool_id))
         except IntegrityError:  # somebody was quicker
             return create(conn, spec, actor)
         _tell(conn, rules.CREATE.event, pool_id, actor, spec.model_dump(exclude_defaults=True))
@@ -50,6 +52,12 @@ def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[
         return pool_id, False
     _begin_anew(conn, row, spec, actor)
     return pool_id, True
+
+
+def _unused_revision(conn: Connection, pool_id: str) -> int:
+    """A revision above all that a deleted pool of this name had: one and the same must not mean two models."""
+    last = conn.execute(select(func.max(pool_assignments.c.revision)).where(pool_assignments.c.pool_id == pool_id))
+    return (last.scalar() or 0) + 1
 
 
 def _begin_anew(conn: Connection, row: Row[Any], spec: PoolSpec, actor: str | None) -> None:
@@ -94,6 +102,7 @@ def drain(conn: Connection, pool_id: str, timeout_s: float, actor: str | None = 
     if state is PoolState.DRAINING:
         deadline = update(worker_pools).where(worker_pools.c.pool_id == pool_id)
         conn.execute(deadline.values(drain_until=utc_shift(timeout_s)))
+        _tell(conn, rules.DRAIN.event, pool_id, actor, {"timeout_seconds": timeout_s})
         return state
     move(conn, rules.DRAIN, pool_id, actor, {"timeout_seconds": timeout_s}, drain_until=utc_shift(timeout_s))
     return PoolState.DRAINING
@@ -114,6 +123,9 @@ def forget(conn: Connection, pool_id: str, actor: str | None = None) -> None:
     if row.status not in CLOSED or _live(conn, pool_id):
         raise PoolBusy(pool_id, row.status)
     conn.execute(delete(pool_assignments).where(pool_assignments.c.pool_id == pool_id))
+    # What is left of it: nobody anywhere, of its last revision. The next pool of this name begins after that.
+    nobody = {"pool_id": pool_id, "node_id": "", "revision": row.revision, "workers": 0}
+    conn.execute(insert(pool_assignments), nobody)
     conn.execute(delete(worker_pools).where(worker_pools.c.pool_id == pool_id))
     _tell(conn, "pool.deleted", pool_id, actor)
 
@@ -252,8 +264,9 @@ def _columns(spec: PoolSpec) -> dict[str, Any]:
 
 
 def _spec(row: Row[Any]) -> PoolSpec:
+    """Not checked: a pool that was made under wider limits can still be changed into one within them."""
     known = row._asdict() | {"metadata": rules.read_metadata(row.metadata), "autosize": bool(row.autosize)}
-    return PoolSpec.model_validate({name: known[name] for name in PoolSpec.model_fields})
+    return PoolSpec.model_construct(**{name: known[name] for name in PoolSpec.model_fields})
 
 
 def _known(conn: Connection, pool_id: str) -> Row[Any]:

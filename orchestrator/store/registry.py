@@ -15,16 +15,24 @@ from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerExists, WorkerLost, WorkerNotFound
 from orchestrator.jobs import OWNED, RetryPolicy
+from orchestrator.pools import OPEN
 from orchestrator.store import audit, nodes
 from orchestrator.store.dialect import by_key
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
-from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, workers
+from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, worker_pools, workers
+from orchestrator.store.schema import nodes as node_rows
 from orchestrator.store.settle import End, Outcome, Settled, record
 
 HTTP = "http"
 
 _HAS_GPUS = exists().where(gpus.c.node_id == workers.c.node_id)
+_DRAINED = exists().where(node_rows.c.node_id == workers.c.node_id, node_rows.c.drain_until.is_not(None))
+_CLOSED_AS = (
+    select(worker_pools.c.status)
+    .where(worker_pools.c.pool_id == workers.c.pool_id, worker_pools.c.status.not_in(sorted(OPEN)))
+    .scalar_subquery()
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Fetcher:
     worker: Worker
     alive: bool
     has_gpus: bool
+    #: Why it gets no jobs, though it lives: its node or its pool is closed. None: it gets what there is.
+    closed: str | None = None
 
     def as_claimant(self, **terms: Any) -> Claimant:
         worker = self.worker
@@ -44,13 +54,14 @@ def register(conn: Connection, worker: Worker) -> None:
     """Begin a registration. Raises WorkerExists while anything of one with this id is left.
 
     Alive is not all: a job or a lease of the one before would seem to be the new one's, which has never heard of it.
+    The row of a worker of ours stays, dead as it may be: if it only was frozen, it must hear that it was lost.
     """
-    status = conn.execute(
-        select(workers.c.status).where(workers.c.worker_id == worker.worker_id).with_for_update()
-    ).scalar()
-    if status in LIVE_WORKERS or (status and _left_something(conn, worker.worker_id)):
+    mine = select(workers.c.status, workers.c.kind).where(workers.c.worker_id == worker.worker_id)
+    found = conn.execute(mine.with_for_update()).one_or_none()
+    if found and (found.kind != HTTP or found.status in LIVE_WORKERS or _left_something(conn, worker.worker_id)):
         raise WorkerExists(worker.worker_id)
-    conn.execute(delete(workers).where(workers.c.worker_id == worker.worker_id))
+    if found:  # and locked: a row that came since the look is another's, which lives
+        conn.execute(delete(workers).where(workers.c.worker_id == worker.worker_id))
     said = asdict(worker) | {"types": json.dumps(sorted(worker.types)), "kind": HTTP}
     try:
         conn.execute(insert(workers), said)
@@ -67,7 +78,8 @@ def _left_something(conn: Connection, worker_id: str) -> bool:
 
 def find(conn: Connection, worker_ids: Collection[str], *, lock: bool = False) -> dict[str, Fetcher]:
     """Those of them that registered over HTTP, dead or alive. Locked: none of them leaves meanwhile."""
-    query = by_key(select(workers, _HAS_GPUS.label("has_gpus")), workers).where(
+    known = (_HAS_GPUS.label("has_gpus"), _DRAINED.label("drained"), _CLOSED_AS.label("closed_as"))
+    query = by_key(select(workers, *known), workers).where(
         workers.c.worker_id.in_(sorted(worker_ids)), workers.c.kind == HTTP
     )
     rows = conn.execute(query.with_for_update() if lock else query)
@@ -75,7 +87,9 @@ def find(conn: Connection, worker_ids: Collection[str], *, lock: bool = False) -
 
 
 def _fetcher(row: Row[Any]) -> Fetcher:
-    return Fetcher(nodes.as_worker(row), row.status in LIVE_WORKERS, bool(row.has_gpus))
+    closed = f"node {row.node_id} is drained" if row.drained else None
+    closed = f"pool {row.pool_id} is {row.closed_as}" if row.closed_as else closed
+    return Fetcher(nodes.as_worker(row), row.status in LIVE_WORKERS, bool(row.has_gpus), closed)
 
 
 def heartbeat(conn: Connection, worker_id: str, busy: int | None, done: int | None, failed: int | None) -> None:
@@ -92,7 +106,7 @@ def heartbeat(conn: Connection, worker_id: str, busy: int | None, done: int | No
     )
     nodes.heartbeat(conn, nodes.as_worker(row), beat)
     if not beat.busy:  # by its own account; its leases say otherwise, perhaps
-        nodes.renew_leases(conn, worker_id)
+        nodes.renew_leases(conn, [worker_id])
 
 
 def deregister(conn: Connection, worker_id: str, policy: RetryPolicy) -> tuple[Worker, list[Settled]]:

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, and_, or_, select, update
+from sqlalchemy import Connection, Row, Select, and_, exists, or_, select, update
 
 from orchestrator import jobs as job_rules
 from orchestrator.errors import JobCancelled, JobNotFound, NotOwner, OrchestratorError
 from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
+from orchestrator.pools import OPEN, PoolState
 from orchestrator.store import audit, job_reads, ownership, registry
-from orchestrator.store.dialect import in_order, seconds_since
+from orchestrator.store.caps import Seats
+from orchestrator.store.dialect import in_order, seconds_since, utc_now
 from orchestrator.store.moves import Claimant
 from orchestrator.store.ownership import Ownership
 from orchestrator.store.registry import HTTP, Fetcher
-from orchestrator.store.schema import jobs, workers
+from orchestrator.store.schema import jobs, nodes, worker_pools, workers
 from orchestrator.store.settle import End, Outcome, Settled, Start, record
 
 
@@ -52,15 +54,18 @@ class Ended(NamedTuple):
 Answer = Ended | Heard | OrchestratorError
 
 
-def write(conn: Connection, reports: Sequence[Report], policy: RetryPolicy) -> list[Answer]:
+def write(conn: Connection, reports: Sequence[Report], policy: RetryPolicy, seats: Seats | None = None) -> list[Answer]:
     """An answer for each report, in order; one that is refused changes nothing and is its own worker's alone."""
+    seats = seats or Seats(conn)
+    seats.expect(ended=[report.event.job_id for report in reports if isinstance(report.event, End)])
     found = registry.find(conn, {report.worker_id for report in reports})
     answers: dict[int, Answer] = {}
     with audit.together(conn):
         for numbers in _rounds(reports):
             for worker_id in sorted({reports[number].worker_id for number in numbers}):
                 own = {number: reports[number].event for number in numbers if reports[number].worker_id == worker_id}
-                answers |= _of_worker(conn, worker_id, found.get(worker_id), own, policy)
+                answers |= _of_worker(conn, worker_id, found.get(worker_id), own, policy, seats)
+    seats.close()
     return [answers[number] for number in range(len(reports))]
 
 
@@ -76,7 +81,12 @@ def _rounds(reports: Sequence[Report]) -> list[list[int]]:
 
 
 def _of_worker(
-    conn: Connection, worker_id: str, known: Fetcher | None, events: Mapping[int, End | Sign], policy: RetryPolicy
+    conn: Connection,
+    worker_id: str,
+    known: Fetcher | None,
+    events: Mapping[int, End | Sign],
+    policy: RetryPolicy,
+    seats: Seats,
 ) -> dict[int, Answer]:
     """Nobody may speak for a worker of ours: its jobs are as little a stranger's as those of one nobody knows."""
     if known is None:
@@ -84,7 +94,7 @@ def _of_worker(
     by = known.as_claimant()
     ends = {number: event for number, event in events.items() if isinstance(event, End)}
     signs = {number: event for number, event in events.items() if isinstance(event, Sign)}
-    settled = record(conn, by, [], list(ends.values()), policy) if ends else []
+    settled = record(conn, by, [], list(ends.values()), policy, seats=seats) if ends else []
     heard = _hear(conn, by, list(signs.values()), policy) if signs else []
     ended = [_judged(conn, by, item) for item in settled]
     return dict(zip(ends, ended, strict=True)) | dict(zip(signs, heard, strict=True))
@@ -130,7 +140,7 @@ def _note(conn: Connection, sign: Sign) -> None:
 
 
 class Overrun(NamedTuple):
-    """An attempt that its HTTP worker should have ended, and what is written of it."""
+    """An attempt that its HTTP worker should have ended by now, and what is written of it."""
 
     by: Claimant
     end: End
@@ -145,14 +155,37 @@ def overruns(conn: Connection, unconfirmed_s: float | None, limit: int) -> list[
     age = seconds_since(jobs.c.claimed_at)
     too_long = age > jobs.c.max_runtime_sec
     unheard = and_(jobs.c.status == Status.CLAIMED, age > unconfirmed_s) if unconfirmed_s is not None else None
-    rows = conn.execute(
-        in_order(select(jobs.c.job_id, jobs.c.attempt, jobs.c.max_runtime_sec, age.label("age_s"), workers))
+    held = _held(jobs.c.max_runtime_sec).where(too_long if unheard is None else or_(too_long, unheard))
+    return [_overrun(row) for row in conn.execute(held.limit(limit))]
+
+
+def _held(*columns: Any) -> Select[Any]:
+    """Attempts of HTTP workers."""
+    age = seconds_since(jobs.c.claimed_at).label("age_s")
+    return (
+        in_order(select(jobs.c.job_id, jobs.c.attempt, age, workers, *columns))
         .select_from(jobs.join(workers, workers.c.worker_id == jobs.c.worker_id))
         .where(jobs.c.status.in_(sorted(OWNED)), workers.c.kind == HTTP)
-        .where(too_long if unheard is None else or_(too_long, unheard))
-        .limit(limit)
     )
-    return [_overrun(row) for row in rows]
+
+
+def leftovers(conn: Connection, limit: int) -> list[Overrun]:
+    """What HTTP workers still hold of a pool or on a node that should be empty by now: handed back, uncharged.
+
+    Our own workers end such jobs and leave; nobody can make these.
+    """
+    evicted = worker_pools.c.status == PoolState.EVICTED
+    over = and_(worker_pools.c.status.not_in(sorted(OPEN)), worker_pools.c.drain_until <= utc_now())
+    closed = exists().where(worker_pools.c.pool_id == workers.c.pool_id, or_(evicted, over))
+    drained = exists().where(nodes.c.node_id == workers.c.node_id, nodes.c.drain_until <= utc_now())
+    held = _held(closed.label("closed")).where(or_(closed, drained))
+    return [_leftover(row) for row in conn.execute(held.limit(limit))]
+
+
+def _leftover(row: Row[Any]) -> Overrun:
+    reason = f"pool {row.pool_id} was closed" if row.closed else f"node {row.node_id} was drained"
+    end = End(row.job_id, row.attempt, Outcome.HANDED_BACK, float(row.age_s), error=reason)
+    return Overrun(Claimant(row.worker_id, row.node_id, row.pool_id), end)
 
 
 def _overrun(row: Row[Any]) -> Overrun:

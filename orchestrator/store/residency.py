@@ -171,9 +171,9 @@ def _idle(conn: Connection, node_id: str | None) -> list[Resident]:
 
 
 def evicted(
-    conn: Connection, worker_id: str, node_id: str, kept: Collection[str]
+    conn: Connection, node_id: str, worker_ids: Collection[str], kept: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of the models that a worker keeps, by their leases: those asked to leave, and those whose lease is over.
+    """Of the models that workers of a node keep, by their leases: those asked to leave, and those whose lease is over.
 
     The lease of one that was kept only just now may not be written yet, and seems to be over.
     """
@@ -181,7 +181,7 @@ def evicted(
         select(leases.c.token, leases.c.evicted_at).where(
             leases.c.node_id == node_id,
             leases.c.state == "active",
-            leases.c.worker_id == worker_id,
+            leases.c.worker_id.in_(sorted(worker_ids)),
             leases.c.resident,
             leases.c.ending_as.is_(None),
         )

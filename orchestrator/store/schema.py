@@ -3,14 +3,20 @@
 | table | one row is | written by |
 |---|---|---|
 | orchestrator_jobs | a job, its place in the queue and its current attempt | submit, publisher, workers, leader |
-| lanes | a lane that has ever had a job, so that nobody needs to search the backlog for lanes | submit |
+| lanes | a lane that ever had a job (nobody searches the backlog for lanes), and how far it came | submit, publisher |
+| lane_accounts | how much service an agent has asked of a lane | submit |
 | orchestrator_results | what a finished job returned | workers |
 | dead_letters | a job that is given up, until it is redriven or purged | workers, leader, operators |
 | orchestrator_leases, lease_gpus | a reservation of GPU memory, and its share on each GPU | claim, API, leader |
 | nodes, gpus, workers | what is alive, and what it has | supervisors; HTTP workers through the API |
 | worker_pools, pool_assignments | what a pool should be; how many workers each node runs | operators, leader |
 | leadership | who leads, under which epoch | leader |
-| concurrency_caps, policies | limits | nobody yet: they follow with admission |
+| concurrency_caps | how many jobs that share a key run now | claim, settle, leader |
+| policies, policy_history | what operators decided: shares, rates, gates, caps; and every change of it | operators |
+| gate_states | what the leader saw at a gate when it last looked, and whether it is closed | leader, submit |
+| gate_holds | a job that counts against a gate until it ends | submit, leader |
+| schedules | a job that comes again and again, and when next | operators, leader |
+| rate_buckets | how many submits an agent has left at a moment | submit |
 | orchestrator_audit | one thing that happened | every transaction |
 """
 
@@ -40,8 +46,8 @@ metadata = MetaData()
 WORKER_STATES = ("active", "draining", "stopped", "lost")
 #: Ours, which read their lane's stream, and those that fetch their jobs over HTTP.
 WORKER_KINDS = ("process", "http")
-#: Workers that send heartbeats.
-LIVE_WORKERS = WORKER_STATES[:2]
+#: Workers that send heartbeats, and those that do so no more.
+LIVE_WORKERS, ENDED_WORKERS = WORKER_STATES[:2], WORKER_STATES[2:]
 LEASE_STATES = ("active", "released", "expired", "spent")
 
 
@@ -79,6 +85,7 @@ jobs = Table(
     Column("min_memory_mb", Integer),
     Column("gpu_count", Integer, nullable=False, server_default="1"),
     Column("cpu_fallback", Boolean, nullable=False, server_default="0"),
+    Column("cost_units", Float),
     Column("expected_duration_sec", Float),
     Column("max_runtime_sec", Float),
     Column("max_attempts", Integer, nullable=False),
@@ -86,21 +93,30 @@ jobs = Table(
     Column("retry_cap_sec", Float),
     Column("deadline_at", UtcDateTime),
     *_json("tags", "jobs"),
+    # Keys that limit it beside its agent, type and model; what it wants of the time it runs at.
+    Column("concurrency_keys", LongText),
+    Column("constraints", LongText),
     Column("trace_context", String(128)),
     # Where it is: `attempt` fences and only grows; `attempts` counts what is charged against max_attempts.
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("crashes", Integer, nullable=False, server_default="0"),
     Column("redrives", Integer, nullable=False, server_default="0"),
-    # `queued` says where a pending job waits: delayed (until not_before) → ready → announced. NULL: not pending.
+    # `queued` says where a pending job waits: delayed (until not_before) → ready → announced, or blocked (until what
+    # stands in `blocked_on` lets it go). NULL: not pending.
     Column("queued", String(10), server_default="ready"),
     Column("not_before", UtcDateTime),
+    Column("blocked_on", String(300)),
+    # The latest start that still meets the deadline, while it is ready or announced.
+    Column("start_by", UtcDateTime),
     # The deadline, until the job ends: after that it must not be found by those who look for overdue jobs.
     Column("expires_at", UtcDateTime),
     Column("wait_reason", String(255)),
     Column("published_at", UtcDateTime),
     Column("worker_id", String(128)),
     Column("lease_token", String(160)),
+    # The capped keys that it counts for while it is owned; NULL: none.
+    Column("held_caps", LongText),
     Column("progress", Float),
     Column("progress_note", String(255)),
     Column("cancel_requested_at", UtcDateTime),
@@ -120,6 +136,10 @@ jobs = Table(
     # Delayed jobs that become due; NULL for all others.
     Index("ix_jobs_due", "not_before"),
     Index("ix_jobs_expiry", "expires_at"),
+    # Blocked jobs by what they wait for, in order; those with deadlines that may be announced, by their latest start.
+    # NULL for all others.
+    Index("ix_jobs_blocked", "blocked_on", "rank"),
+    Index("ix_jobs_start_by", "lane", "start_by"),
     # Keyset pages.
     Index("ix_jobs_created", "created_at"),
     Index("ix_jobs_agent", "agent", "created_at"),
@@ -131,7 +151,20 @@ lanes = Table(
     "lanes",
     metadata,
     Column("lane", String(128), primary_key=True),
+    # The highest rank announced so far, in service: the lane's own clock.
+    Column("virtual_time", BigInteger, nullable=False, server_default="0"),
     _created(),
+    **TABLE_OPTIONS,
+)
+
+lane_accounts = Table(
+    "lane_accounts",
+    metadata,
+    Column("lane", String(128), primary_key=True),
+    Column("agent", String(128), primary_key=True),
+    # The rank of its last job without its priority, and what its last submission was charged.
+    Column("last_rank", BigInteger, nullable=False),
+    Column("charged", BigInteger, nullable=False),
     **TABLE_OPTIONS,
 )
 
@@ -340,6 +373,7 @@ pool_assignments = Table(
     Column("pool_id", String(128), primary_key=True),
     Column("node_id", String(128), primary_key=True),
     Column("revision", Integer, primary_key=True, autoincrement=False),
+    # 0, of no node: what is left of a deleted pool, so that its revisions are not used again.
     Column("workers", Integer, nullable=False),
     Index("ix_assignments_node", "node_id"),
     **TABLE_OPTIONS,
@@ -359,9 +393,8 @@ leadership = Table(
 concurrency_caps = Table(
     "concurrency_caps",
     metadata,
-    Column("cap_key", String(255), primary_key=True),
+    Column("cap_key", String(290), primary_key=True),
     Column("in_use", Integer, nullable=False, server_default="0"),
-    Column("max_in_use", Integer, nullable=False),
     CheckConstraint(text("in_use >= 0"), name="ck_caps_in_use"),
     **TABLE_OPTIONS,
 )
@@ -375,6 +408,82 @@ policies = Table(
     *_json("document", "policies", nullable=False),
     Column("actor", String(255)),
     _created("updated_at"),
+    **TABLE_OPTIONS,
+)
+
+policy_history = Table(
+    "policy_history",
+    metadata,
+    # The newest id tells whoever keeps a copy of the policies whether it is old.
+    Column("id", CountingId, primary_key=True, autoincrement=True),
+    Column("scope", String(32), nullable=False),
+    Column("name", String(255), nullable=False),
+    Column("version", Integer, nullable=False),
+    # NULL: there was none before, or none since.
+    *_json("document_before", "policy_history"),
+    *_json("document_after", "policy_history"),
+    Column("actor", String(255)),
+    _created("changed_at"),
+    Index("ix_policy_history_name", "scope", "name", "version"),
+    **TABLE_OPTIONS,
+)
+
+rate_buckets = Table(
+    "rate_buckets",
+    metadata,
+    Column("agent", String(128), primary_key=True),
+    Column("tokens", Float(53), nullable=False),
+    Column("refilled_at", UtcDateTime, nullable=False),
+    **TABLE_OPTIONS,
+)
+
+gate_states = Table(
+    "gate_states",
+    metadata,
+    Column("name", String(255), primary_key=True),
+    Column("closed", Boolean, nullable=False),
+    # Since when what decides about it is so, such as memory above the limit; NULL: it is not so, or not known.
+    Column("since", UtcDateTime),
+    Column("reason", String(255), nullable=False, server_default=""),
+    _created("looked_at"),
+    **TABLE_OPTIONS,
+)
+
+gate_holds = Table(
+    "gate_holds",
+    metadata,
+    Column("gate", String(255), primary_key=True),
+    Column("job_id", String(128), primary_key=True),
+    Column("amount", Float(53), nullable=False),
+    **TABLE_OPTIONS,
+)
+
+schedules = Table(
+    "schedules",
+    metadata,
+    Column("schedule_id", String(128), primary_key=True),
+    # One of the two; an interval counts from the anchor.
+    Column("cron", String(255)),
+    Column("every_seconds", Float(53)),
+    Column("anchor_at", UtcDateTime, nullable=False),
+    Column("timezone", String(64), nullable=False, server_default="UTC"),
+    # No json_valid: as deep as a submitted payload may be.
+    Column("job", LongText, nullable=False),
+    Column("catch_up", String(8), nullable=False),
+    Column("catch_up_max", Integer, nullable=False),
+    Column("enabled", Boolean, nullable=False, server_default="1"),
+    # NULL: not enabled, or never again.
+    Column("next_fire_at", UtcDateTime),
+    Column("last_fired_at", UtcDateTime),
+    Column("last_job_id", String(128)),
+    # Why the last firing made no job; NULL: it did.
+    Column("last_error", Text),
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("actor", String(255)),
+    _created(),
+    _created("updated_at"),
+    _one_of("catch_up", ("skip", "last", "all"), "schedules"),
+    Index("ix_schedules_due", "next_fire_at"),
     **TABLE_OPTIONS,
 )
 

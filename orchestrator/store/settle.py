@@ -13,8 +13,10 @@ from sqlalchemy import Connection, select
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
+from orchestrator.jsontext import listed
 from orchestrator.leases import MODEL_LEASE, Remains
 from orchestrator.store import audit, dead_letters, leases, ownership, residency
+from orchestrator.store.caps import Seats
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
 from orchestrator.store.ownership import Ownership
@@ -68,6 +70,8 @@ class End(NamedTuple):
     left: Left = Left()
     #: The entry that brought the job; a dead letter names it.
     origin_id: str = ""
+    #: The capped keys that its claim took.
+    caps: tuple[str, ...] = ()
 
 
 def never_started(
@@ -108,10 +112,11 @@ def all_done(ends: Sequence[End]) -> bool:
     return all(end.outcome is Outcome.DONE for end in ends)
 
 
-def finish_all(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[Settled]:
+def finish_all(conn: Connection, by: Claimant, ends: Sequence[End], seats: Seats | None = None) -> list[Settled]:
     """Owned → done for all of them, or NotAllOwned: the guarded UPDATE is the check, no row is read before it."""
     if ends:
         events = _finish(conn, by, ends)
+        _give_back(conn, seats, [key for end in ends for key in end.caps])
         end_leases(conn, [(end.lease_key, end.left) for end in ends if end.lease_key])
         audit.record(conn, events)
     return [Settled(end, job_rules.FINISH) for end in ends]
@@ -125,8 +130,12 @@ def record(
     policy: RetryPolicy,
     *,
     keep_leases: bool = False,
+    seats: Seats | None = None,
 ) -> list[Settled]:
-    """Write what a worker's attempts did, after a look at who owns each job."""
+    """Write what a worker's attempts did, after a look at who owns each job.
+
+    `seats` are those of the caller's transaction, who closes them.
+    """
     ids = [start.job_id for start in starts] + [end.job_id for end in ends]
     rows = ownership.lock(conn, ids)
     _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, by, {Status.CLAIMED})])
@@ -147,12 +156,24 @@ def record(
         else:
             settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
     events += _finish(conn, by, finished)
+    # As the rows were before: one that had ended already holds nothing.
+    over = [rows[item.end.job_id] for item in settled if item.arrow]
+    _give_back(conn, seats, [key for row in over for key in listed(row.held_caps)])
     if not keep_leases:
         # An attempt that lost its job has its lease all the same, and nobody else will end it.
         taken = [(rows[s.end.job_id].lease_token if s.arrow else s.end.lease_key, s.end.left) for s in settled]
         end_leases(conn, [(key, left) for key, left in taken if key])
     audit.record(conn, events)
     return settled
+
+
+def _give_back(conn: Connection, seats: Seats | None, keys: Sequence[str]) -> None:
+    """Before leases are ended: whoever claims has the keys first, and then waits for GPUs."""
+    if keys:
+        given = seats or Seats(conn)
+        given.give_back(keys)
+        if seats is None:
+            given.close()
 
 
 def end_leases(conn: Connection, keys: Sequence[tuple[str, Left]]) -> None:

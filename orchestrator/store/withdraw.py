@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, select, update
 
@@ -39,13 +39,15 @@ def cancel(conn: Connection, job_id: str, actor: str | None = None) -> Status:
     return status
 
 
-def to_stop(conn: Connection, worker_id: str, job_ids: Sequence[str]) -> list[tuple[str, int]]:
-    """Which of the jobs that a worker holds were cancelled, with their attempts."""
+def to_stop(conn: Connection, worker_ids: Collection[str], job_ids: Collection[str]) -> list[tuple[str, int]]:
+    """Which of the jobs that these workers hold were cancelled, with their attempts."""
     if not job_ids:
         return []
     rows = conn.execute(
         by_key(select(jobs.c.job_id, jobs.c.attempt), jobs).where(
-            jobs.c.job_id.in_(job_ids), jobs.c.worker_id == worker_id, jobs.c.cancel_requested_at.is_not(None)
+            jobs.c.job_id.in_(sorted(job_ids)),
+            jobs.c.worker_id.in_(sorted(worker_ids)),
+            jobs.c.cancel_requested_at.is_not(None),
         )
     )
     return [(row.job_id, row.attempt) for row in rows]

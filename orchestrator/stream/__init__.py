@@ -1,7 +1,8 @@
 """Delivery: everything in Redis (or Valkey), and the only importer of redis.
 
-Nothing here is the truth: every key can be lost. The lanes are rebuilt from the database; the dead letters only repeat
-what the rows say, and a bell that nobody heard costs a moment.
+Nothing here is the truth but the events on their way in, which stand nowhere else until their jobs are stored; every
+other key can be lost. The lanes are rebuilt from the database; the dead letters only repeat what the rows say, and a
+bell that nobody heard costs a moment.
 
 | key (after the prefix, by default `stream:orchestrator:`) | type | meaning | written by |
 |---|---|---|---|
@@ -9,14 +10,16 @@ what the rows say, and a bell that nobody heard costs a moment.
 | `inference_jobs:POOL` | stream | window of a pool's own lane | publisher |
 | `{STREAM}:epoch` | string | highest leader epoch that touched the lane; older ones are refused | leader |
 | `{STREAM}:aside:TIME` | any | what stood in place of a lane and was no stream; kept for its owner | publisher |
-| `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | leader, workers |
+| `ingest_events` | stream | events that become jobs: `type`, `payload` (JSON), perhaps `event_id` | other programs |
+| `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | leader, workers, ingest |
 | `control` | stream | a bell: whoever hears it looks into the database now; field `what` | API |
 
-Workers tell `dlq` only of entries that name no job; the API takes back what was redriven or purged. `writable` is never
-created: writing no byte to it shows whether the server takes writes.
+Workers tell `dlq` only of entries that name no job, ingest of events of which no job can be made; the API takes back
+what was redriven or purged. `writable` is never created: writing no byte to it shows whether the server takes writes.
 
-Groups: `cg:inference` on the default lane, `cg:inference:POOL` on a pool's. A consumer is a worker's id, which is
-new at every start, so that nobody inherits entries by accident.
+Groups: `cg:inference` on the default lane, `cg:inference:POOL` on a pool's, `cg:ingest:orchestrator` on the events. A
+consumer is the id of a worker or an orchestrator, which is new at every start, so that nobody inherits entries by
+accident.
 
 An entry is announced once under an id of its own. Acknowledging deletes it. A job that is announced again gets a
 new entry, so a late acknowledgement of the old one cannot hurt.

@@ -12,6 +12,7 @@ from orchestrator.dead_letters import DeadLetter
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
 from orchestrator.stream.doorbell import Doorbell
+from orchestrator.stream.ingest import EventStream
 from orchestrator.stream.lane import Lane, LaneReader
 from orchestrator.stream.preloads import Preloads
 
@@ -52,6 +53,10 @@ class Hub:
     def preloads(self) -> Preloads:
         """For the leader, on a connection of its own: listening blocks."""
         return Preloads(connect(self._settings), self._settings)
+
+    def events(self, consumer: str) -> EventStream:
+        """For one who turns events into jobs, on a connection of its own: reading blocks."""
+        return EventStream(connect(self._settings), self._settings, consumer)
 
     def bury(self, letters: Sequence[DeadLetter]) -> list[str]:
         """Tell whoever watches the dead-letter stream; the id of each letter's entry."""

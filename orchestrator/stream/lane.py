@@ -16,7 +16,9 @@ from orchestrator.errors import StaleEpoch
 from orchestrator.jobs import DEFAULT_LANE, Ready
 from orchestrator.names import is_name
 from orchestrator.settings import Settings
+from orchestrator.stream import groups
 from orchestrator.stream.client import named_errors
+from orchestrator.stream.groups import text
 
 log = logging.getLogger(__name__)
 
@@ -71,15 +73,6 @@ for i = 3, #ARGV do
 end
 return done
 """
-
-# KEYS: stream. ARGV: group, consumer. Deleting a consumer destroys its pending entries: only when it has none.
-_FORGET_CONSUMER = """
-local pending = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])
-if #pending > 0 then return 0 end
-redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
-return 1
-"""
-
 
 # KEYS: stream. ARGV: group, consumer, free slots, then for each batching type: its name, how many jobs make a full
 # batch, how many more the batch begun by earlier reads can take. Delivers entries from the first on, while they can
@@ -164,16 +157,11 @@ class Lane:
         self._announce = client.register_script(_ANNOUNCE)
         self._start_over = client.register_script(_START_OVER)
         self._fenced_ack = client.register_script(_FENCED_ACK)
-        self._forget = client.register_script(_FORGET_CONSUMER)
+        self._forget = client.register_script(groups.FORGET_CONSUMER)
 
     def ensure_group(self) -> None:
-        """Create the group at 0: at `$` it would never see what was announced before it existed."""
         with named_errors(self._settings, self._client):
-            try:
-                self._client.xgroup_create(self.key, self.group, id="0", mkstream=True)
-            except redis.ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
+            groups.ensure(self._client, self.key, self.group)
 
     def announce(self, jobs: Sequence[Ready]) -> None:
         """Add an entry for each job. It names the job; what to do stands in the row."""
@@ -212,20 +200,15 @@ class Lane:
         if isinstance(groups, redis.ResponseError) or isinstance(pending, redis.ResponseError):
             skipped = set()  # no stream or no group: it is created at 0, before all of them
         else:
-            held = {_text(row["message_id"]) for row in pending}
-            passed = max(_order(row["last-delivered-id"]) for row in groups if _text(row["name"]) == self.group)
+            held = {text(row["message_id"]) for row in pending}
+            passed = max(_order(row["last-delivered-id"]) for row in groups if text(row["name"]) == self.group)
             skipped = {e.entry_id for e in entries if _order(e.entry_id) <= passed and e.entry_id not in held}
         coming = {entry.job_id for entry in entries if entry.job_id and entry.entry_id not in skipped}
         return Survey(coming, sorted(skipped))
 
     def ack(self, entry_ids: Sequence[str]) -> None:
-        """Acknowledge and delete: acknowledging alone would keep the entry for ever."""
-        if not entry_ids:
-            return
-        with named_errors(self._settings, self._client), self._client.pipeline(transaction=True) as pipe:
-            pipe.xack(self.key, self.group, *entry_ids)
-            pipe.xdel(self.key, *entry_ids)
-            pipe.execute()
+        with named_errors(self._settings, self._client):
+            groups.acknowledge(self._client, self.key, self.group, entry_ids)
 
     def ack_as_leader(self, epoch: int, entry_ids: Sequence[str]) -> None:
         """The same on behalf of dead workers. Raises StaleEpoch when a newer leader has been here."""
@@ -250,18 +233,12 @@ class Lane:
                 if "NOGROUP" not in str(error):
                     raise
                 return Idle("0-0", (), ())
-        return Idle(_text(following), tuple(_entries(rows)), tuple(_text(entry_id) for entry_id in deleted))
+        return Idle(text(following), tuple(_entries(rows)), tuple(text(entry_id) for entry_id in deleted))
 
     def idle_consumers(self, idle_ms: int) -> list[str]:
         """Consumers without pending entries that have not been heard of for `idle_ms`."""
         with named_errors(self._settings, self._client):
-            try:
-                rows = self._client.xinfo_consumers(self.key, self.group)
-            except redis.ResponseError as error:
-                if "NOGROUP" in str(error) or "no such key" in str(error):
-                    return []
-                raise
-        return [_text(row["name"]) for row in rows if row["pending"] == 0 and row["idle"] >= idle_ms]
+            return groups.idle_consumers(self._client, self.key, self.group, idle_ms)
 
     def forget_consumer(self, consumer: str) -> bool:
         """Remove a consumer, unless entries are pending for it."""
@@ -280,7 +257,7 @@ class Lane:
                 if not any(sign in str(error) for sign in _BEYOND_USE):
                     raise
                 aside = f"{{{self.key}}}:aside:{time.time_ns()}"
-                kind = _text(self._start_over(keys=[self.key, aside]))
+                kind = text(self._start_over(keys=[self.key, aside]))
                 log.warning("lane started over", extra={"lane": self.name, "was": kind, "error": str(error)})
                 return work()
 
@@ -360,7 +337,7 @@ class LaneReader:
 
 
 def _entries(rows: Iterable[tuple[Any, Any]]) -> list[Entry]:
-    return [Entry(_text(entry_id), _job_id(fields), _type(fields)) for entry_id, fields in rows]
+    return [Entry(text(entry_id), _job_id(fields), _type(fields)) for entry_id, fields in rows]
 
 
 def _paired(fields: Sequence[bytes] | None) -> dict[bytes, bytes] | None:
@@ -379,9 +356,5 @@ def _job_id(fields: dict[bytes, bytes] | None) -> str | None:
 
 
 def _order(entry_id: bytes | str) -> tuple[int, int]:
-    moment, _, place = _text(entry_id).partition("-")
+    moment, _, place = text(entry_id).partition("-")
     return int(moment), int(place)
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

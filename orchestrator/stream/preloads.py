@@ -11,6 +11,7 @@ from typing import Any
 import redis
 
 from orchestrator.settings import Settings
+from orchestrator.stream import groups
 from orchestrator.stream.client import named_errors
 
 GROUP = "cg:preloads:workers"
@@ -44,20 +45,9 @@ class Preloads:
 
     def _take(self, consumer: str, block_ms: int) -> int:
         if not self._grouped:
-            self._ensure_group()
+            groups.ensure(self._client, self._key, GROUP)
+            self._grouped = True
         answer: Any = self._client.xreadgroup(GROUP, consumer, {self._key: ">"}, count=COUNT, block=block_ms)
         ids = [entry_id for _key, rows in answer for entry_id, _fields in rows]
-        if ids:
-            with self._client.pipeline(transaction=True) as pipe:
-                pipe.xack(self._key, GROUP, *ids)
-                pipe.xdel(self._key, *ids)
-                pipe.execute()
+        groups.acknowledge(self._client, self._key, GROUP, ids)
         return len(ids)
-
-    def _ensure_group(self) -> None:
-        try:
-            self._client.xgroup_create(self._key, GROUP, id="0", mkstream=True)
-        except redis.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
-                raise
-        self._grouped = True

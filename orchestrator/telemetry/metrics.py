@@ -38,6 +38,12 @@ _lease_decisions = Counter(
     ["decision", "reason"],
     namespace=_PREFIX,
 )
+_admission_decisions = Counter(
+    "admission_decisions_total",
+    "Decisions of this instance about new jobs.",
+    ["decision", "reason"],
+    namespace=_PREFIX,
+)
 _reclaims = Counter(
     "reclaims_total", "Jobs taken back from lost workers by this instance.", ["outcome"], namespace=_PREFIX
 )
@@ -78,6 +84,10 @@ def submitted(job_type: str) -> None:
 
 def lease_decided(decision: str, reason: str) -> None:
     _lease_decisions.labels(decision, reason).inc()
+
+
+def admission_decided(decision: str, reason: str) -> None:
+    _admission_decisions.labels(decision, reason).inc()
 
 
 def reclaimed(outcome: str) -> None:
@@ -199,6 +209,7 @@ __all__ = [
     "CONTENT_TYPE",
     "REGISTRY",
     "Readings",
+    "admission_decided",
     "batched",
     "duty",
     "duty_failed",

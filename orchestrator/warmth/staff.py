@@ -35,7 +35,7 @@ class Staff:
         self._expected: Counter[str] = Counter()
         self._terms = terms
         self._spares: dict[str, list[Spare]] = {}
-        self.jam_s = worth.jam_s(list(self.pools.values()), len(self._workers), terms)
+        self._line = worth.Line.of(self.pools.values(), len(self._workers))
 
     def worker(self, key: str) -> Worker:
         return self._workers[key]
@@ -63,7 +63,7 @@ class Staff:
         return sorted(wanting, key=lambda pool: self.bid(pool).place_in_line())
 
     def bid(self, pool: Pool) -> worth.Bid:
-        return worth.Bid.of(pool, self.size(pool.pool_id), self.jam_s, self._terms)
+        return worth.Bid.of(pool, self.size(pool.pool_id), self._line, self._terms)
 
     def why_more(self, pool: Pool) -> str | None:
         size = self.size(pool.pool_id)

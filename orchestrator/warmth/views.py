@@ -65,7 +65,7 @@ class Worker:
 class Terms:
     #: Seconds for which a loaded model stays whatever others need (setting `resident_min_s`).
     resident_min_s: float = 30.0
-    #: Seconds after which a waiting job may have a model with work of its own sent away.
+    #: Seconds before which no waiting job has a model with work of its own sent away; how long it takes: see `worth`.
     patience_s: float = 60.0
 
 

@@ -230,7 +230,8 @@ def test_the_deepest_allowed_payload_is_stored(api: Running) -> None:
 
 
 def body_limit() -> int:
-    from orchestrator.api.submit import ENVELOPE, ESCAPED
+    from orchestrator.api.submit import ENVELOPE
+    from orchestrator.jsontext import ESCAPED
 
     return ENVELOPE + ESCAPED * LIMIT
 

@@ -72,7 +72,7 @@ def test_a_claimed_job_comes_with_all_that_is_needed_to_run_it(api: Running) -> 
         "max_runtime_sec": 9,
     }
     answer = api.post("/jobs/submit", body | {"min_memory_mb": 100}, headers={"traceparent": trace})
-    (job,) = puppet.claim()
+    job = puppet.one()
     lease = job.pop("lease")
     assert job == {
         "job_id": answer.json()["job_id"],
@@ -91,13 +91,18 @@ def test_a_claimed_job_comes_with_all_that_is_needed_to_run_it(api: Running) -> 
     assert row(api.db, job["job_id"]).status == "claimed"
 
 
+def announced(api: Running, *job_ids: str) -> None:
+    """Whoever announces them holds their rows, and a claim leaves held rows to the next."""
+    wait_until(lambda: {row(api.db, job_id).queued for job_id in job_ids} == {"announced"}, what="announced")
+
+
 def test_jobs_come_in_order_no_more_than_asked_for_nor_than_there_are_slots(api: Running) -> None:
     puppet = register(api, slots=3)
     low, normal, high = api.submit(priority="LOW"), api.submit(), api.submit(priority="HIGH")
+    announced(api, low, normal, high)
     assert ids(puppet.claim(1)) == [high]
     assert ids(puppet.claim(2)) == [normal, low]
-    for _ in range(5):
-        api.submit()
+    announced(api, *[api.submit() for _ in range(5)])
     assert len(puppet.claim(100)) == 3
 
 
@@ -105,6 +110,7 @@ def test_other_types_and_other_pools_are_left_alone(maria_api: Running) -> None:
     puppet = register(maria_api, types=["mine"])
     mine, other = maria_api.submit(type="mine"), maria_api.submit(type="other")
     elsewhere = maria_api.submit(type="mine", pool_id="gold")
+    announced(maria_api, mine, other, elsewhere)
     assert ids(puppet.claim(4)) == [mine]
     assert [row(maria_api.db, job_id).queued is None for job_id in (other, elsewhere)] == [False, False]
     assert row(maria_api.db, other).wait_reason is None
@@ -117,6 +123,7 @@ def test_without_gpus_only_jobs_that_can_do_without_are_taken(api: Running, node
     puppet = register(api, **({"node_id": node} if node else {}))
     needs, plain = api.submit(min_memory_mb=100), api.submit(min_memory_mb=0)
     falls_back = api.submit(min_memory_mb=100, cpu_fallback=True)
+    announced(api, needs, plain, falls_back)
     jobs = puppet.claim(4)
     assert ids(jobs) == [plain, falls_back]
     assert [(job["lease"] or {}).get("mode") for job in jobs] == [None, "cpu"]
@@ -130,6 +137,7 @@ def test_a_job_that_finds_no_room_is_put_off_with_the_reason(api: Running) -> No
     hire(api.db, gpu(total_mb=1000))
     puppet = register(api, node_id="node-1")
     small, large = api.submit(min_memory_mb=800), api.submit(min_memory_mb=800)
+    announced(api, small, large)
     assert ids(puppet.claim(2)) == [small]
     job = row(api.db, large)
     assert (job.status, job.queued) == ("pending", "delayed")
@@ -161,7 +169,7 @@ def test_many_workers_at_once_get_every_job_once(api: Running) -> None:
 
     def work(puppet: Puppet) -> list[str]:
         got: list[str] = []
-        while jobs := puppet.claim(7):
+        while jobs := puppet.claim(7, wait_seconds=0.5):
             got += ids(jobs)
             for job in jobs:
                 assert puppet.complete(job).status_code == 200
@@ -205,6 +213,18 @@ def test_a_claim_waits_for_a_job_and_no_longer_than_it_said(maria_api: Running) 
     assert len(maria_api.backend.openings) == 0
 
 
+def test_a_claim_says_why_there_is_none_and_waits_until_there_is(api: Running) -> None:
+    api.post("/workers/pool", {"pool_id": "gold"})
+    puppet, job_id = register(api, pool_id="gold"), api.submit(pool_id="gold")
+    api.post("/control/evict_pool", {"pool_id": "gold"})
+    claim = {"worker_id": puppet.worker_id}
+    closed = {"jobs": [], "closed": "pool gold is evicted"}
+    assert api.post("/jobs/claim", claim).json() == closed
+    assert api.post("/jobs/claim", claim | {"wait_seconds": 0.2}).json() == closed
+    api.post("/workers/pool", {"pool_id": "gold"})
+    assert ids(api.post("/jobs/claim", claim | {"wait_seconds": 5}).json()["jobs"]) == [job_id]
+
+
 def test_the_longest_wait_is_the_servers(maria_db: Any, run_api: Callable[..., Running]) -> None:
     api = run_api(database_url=str(maria_db.settings.database_url), wait_max_s=0.1)
     assert register(api).claim(wait_seconds=3600) == []
@@ -232,7 +252,7 @@ def test_who_goes_while_waiting_claims_nothing(maria_api: Running) -> None:
     wait_until(lambda: len(maria_api.backend.openings) == 0, what="nobody waits any more")
     job_id = maria_api.submit()
     assert row(maria_api.db, job_id).status == "pending"
-    assert ids(puppet.claim()) == [job_id]
+    assert puppet.one()["job_id"] == job_id
 
 
 def test_what_was_claimed_for_somebody_who_went_is_handed_back(maria_api: Running, monkeypatch: Any) -> None:
@@ -283,7 +303,7 @@ def test_a_claim_that_is_wrong_takes_nothing(maria_api: Running) -> None:
 
 def test_the_first_sign_marks_it_running_and_tells_its_progress(api: Running) -> None:
     puppet, job_id = register(api), api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     for said in ({"progress": 0.25, "note": "a quarter"}, {"progress": 1.0}, {}):
         assert puppet.sign(job, **said).json() == {"job_id": job_id, "cancel_requested": False}
     record = api.get(f"/jobs/{job_id}").json()
@@ -293,7 +313,7 @@ def test_the_first_sign_marks_it_running_and_tells_its_progress(api: Running) ->
 
 def test_a_sign_brings_news_of_a_cancel(api: Running) -> None:
     puppet, job_id = register(api), api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     assert api.post(f"/jobs/{job_id}/cancel").status_code == 202
     assert puppet.sign(job).json()["cancel_requested"] is True
     assert row(api.db, job_id).status == "running"  # until its worker says that it has stopped
@@ -307,7 +327,7 @@ def test_a_sign_brings_news_of_a_cancel(api: Running) -> None:
 def test_a_job_is_done_once_and_the_same_again_is_fine(api: Running) -> None:
     hire(api.db, gpu())
     puppet, job_id = register(api, node_id="node-1"), api.submit(min_memory_mb=100)
-    (job,) = puppet.claim()
+    job = puppet.one()
     for result in ({"b": 1, "a": [None, "ü"]}, {"other": 2}):
         answer = puppet.complete(job, result, run_seconds=1.5)
         assert (answer.status_code, answer.json()) == (200, {"job_id": job_id, "status": "done"})
@@ -331,7 +351,7 @@ def test_a_job_is_done_once_and_the_same_again_is_fine(api: Running) -> None:
 )
 def test_a_failure_leads_where_its_kind_says(api: Running, said: dict[str, Any], status: str, kind: str) -> None:
     puppet, job_id = register(api), api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     assert puppet.fail(job, "no luck", **said).json() == {"job_id": job_id, "status": status}
     found = row(api.db, job_id)
     assert (found.status, found.error_kind, found.last_error) == (status, kind, "no luck")
@@ -343,7 +363,7 @@ def test_a_failure_leads_where_its_kind_says(api: Running, said: dict[str, Any],
 
 def test_the_last_attempt_that_fails_is_a_dead_letter(maria_api: Running) -> None:
     puppet, job_id = register(maria_api), maria_api.submit(max_attempts=1)
-    (job,) = puppet.claim()
+    job = puppet.one()
     for _ in range(2):  # the answer may get lost
         assert puppet.fail(job).json() == {"job_id": job_id, "status": "dead_letter"}
     assert [letter["job_id"] for letter in maria_api.get("/dlq").json()["dead_letters"]] == [job_id]
@@ -351,7 +371,7 @@ def test_the_last_attempt_that_fails_is_a_dead_letter(maria_api: Running) -> Non
 
 def test_after_a_cancel_no_result_counts_however_often_it_comes(api: Running) -> None:
     puppet, job_id = register(api), api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     puppet.sign(job)
     api.post(f"/jobs/{job_id}/cancel")
     for _ in range(2):
@@ -366,7 +386,7 @@ def test_nobody_ends_what_is_not_theirs(api: Running) -> None:
     hire(api.db, gpu())
     owner, other, hand = register(api, node_id="node-1"), register(api, node_id="node-1"), hire(api.db)
     api.submit(min_memory_mb=100)
-    (job,) = owner.claim()
+    job = owner.one()
     ours = api.submit(type="ours", pool_id="ours")
     (claim,) = hand.claim(ours)
     before = rows(api.db, schema.jobs), rows(api.db, schema.leases), rows(api.db, schema.audit)
@@ -390,7 +410,7 @@ def test_nobody_ends_what_is_not_theirs(api: Running) -> None:
 
 def test_a_pending_job_is_nobodys(maria_api: Running) -> None:
     puppet, job_id = register(maria_api), maria_api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     puppet.fail(job, kind="transient", retry_after_seconds=1000)
     for report in (puppet.sign, puppet.complete, puppet.fail):
         assert "pending" in refused(report(job), 409, "not_owner")
@@ -401,7 +421,7 @@ def test_one_that_is_refused_does_not_fail_its_neighbours(api: Running) -> None:
     """They share a transaction: a burst in which every third report is wrong, and some come twice."""
     puppet = register(api, slots=24)
     api.post("/jobs/submit_batch", {"jobs": [{"type": "echo", "payload": {}} for _ in range(24)]})
-    jobs = [job | {"attempt": 1 + (n % 3 == 0)} for n, job in enumerate(puppet.claim(24))]
+    jobs = [job | {"attempt": 1 + (n % 3 == 0)} for n, job in enumerate(puppet.all(24))]
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(puppet.complete, [job for job in jobs for _ in range(2)]))
     assert [answer.status_code for answer in answers] == [409 if n // 2 % 3 == 0 else 200 for n in range(48)]
@@ -411,7 +431,7 @@ def test_one_that_is_refused_does_not_fail_its_neighbours(api: Running) -> None:
 def test_results_are_bounded_like_those_of_slots(maria_db: Any, run_api: Callable[..., Running]) -> None:
     api = run_api(database_url=str(maria_db.settings.database_url), payload_max_bytes=1000, payload_max_depth=5)
     puppet, job_id = register(api), api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     deep: list[Any] = []
     for _ in range(5):
         deep = [deep]
@@ -426,7 +446,7 @@ def test_results_are_bounded_like_those_of_slots(maria_db: Any, run_api: Callabl
 
 def test_a_hundred_megabytes_are_refused_before_they_arrive(maria_api: Running) -> None:
     puppet, _ = register(maria_api), maria_api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     url = maria_api.http.base_url
     with socket.create_connection((url.host, url.port), timeout=10) as connection:
         head = f"POST /jobs/{job['job_id']}/complete HTTP/1.1\r\nHost: {url.host}:{url.port}\r\n"
@@ -445,7 +465,7 @@ def send(
 
 def test_reports_that_make_no_sense_change_nothing(maria_api: Running) -> None:
     puppet, job_id = register(maria_api), maria_api.submit()
-    (job,) = puppet.claim()
+    job = puppet.one()
     proof = json.dumps({"worker_id": puppet.worker_id, "attempt": 1})[1:-1]
     for raw in (b"", b"no json", f'{{{proof}, "result": NaN}}', f'{{{proof}, "result": 1, "result": 2}}', b"\xff\xfe"):
         refused(send(maria_api, job, raw.encode() if isinstance(raw, str) else raw), 400, "malformed_body")
@@ -483,7 +503,7 @@ def test_an_end_and_the_declaration_of_loss_do_not_both_count(api: Running) -> N
     """Whoever comes first decides, and the other changes nothing."""
     puppet = register(api, slots=30)
     api.post("/jobs/submit_batch", {"jobs": [{"type": "echo", "payload": {}} for _ in range(30)]})
-    jobs = puppet.claim(30)
+    jobs = puppet.all(30)
     start = threading.Barrier(2)
     dead = Claimant(puppet.worker_id, "(none)", "default")
 
@@ -510,7 +530,7 @@ def test_an_end_and_the_declaration_of_loss_do_not_both_count(api: Running) -> N
 def test_a_silent_worker_is_lost_and_its_jobs_are_run_by_another(api: Running) -> None:
     silent, other = register(api), register(api)
     job_id = api.submit()
-    (job,) = silent.claim()
+    job = silent.one()
     change = schema.workers.update().where(schema.workers.c.worker_id == silent.worker_id)
     api.db.write(lambda conn: conn.execute(change.values(last_heartbeat=utc_shift(-60.0))))
     assert [w.worker_id for w in api.db.write(lambda conn: nodes.declare_lost(conn, 30.0, 10))] == [silent.worker_id]

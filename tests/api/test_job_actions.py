@@ -82,6 +82,24 @@ def test_a_job_that_ended_is_not_cancelled(api: Running) -> None:
     refused(api.post(f"/jobs/{failed.job_id}/cancel"), 409, "job_ended")
 
 
+def test_a_waiting_job_gets_another_priority(api: Running) -> None:
+    job_id = api.submit()
+    answer = api.post(f"/jobs/{job_id}/priority", json={"priority": "HIGH"})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"job_id": job_id, "status": "pending", "priority": 50, "before": 0},
+    )
+    assert api.get(f"/jobs/{job_id}").json()["priority"] == 50
+    assert history(api.db, job_id)[-1] == "job.priority"
+    bodies: list[Any] = [{}, [], {"priority": 101}, {"priority": "URGENT"}, {"priority": 1.5}, {"priority": 1, "x": 1}]
+    for wrong in bodies:
+        refused(api.post(f"/jobs/{job_id}/priority", json=wrong), 422, "invalid_input")
+    hire(api.db).claim(job_id)
+    assert "claimed" in refused(api.post(f"/jobs/{job_id}/priority", json={"priority": 1}), 409, "job_not_waiting")
+    assert api.get(f"/jobs/{job_id}").json()["priority"] == 50
+    refused(api.post("/jobs/nobody/priority", json={"priority": 1}), 404, "job_not_found")
+
+
 NAMES = ["nobody", "x" * 129, "a%20b", "%00", "..%2f", "job%0a", "%F0%9F%92%A5", "%FF", "a'--"]
 
 

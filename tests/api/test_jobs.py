@@ -10,8 +10,10 @@ import pytest
 
 from orchestrator.api import waiters
 from orchestrator.jobs import ErrorKind
+from orchestrator.policies import Scope, parse
+from orchestrator.store import policies
 from tests.api.conftest import Running
-from tests.factories import Hand, done, failed, hire
+from tests.factories import Hand, done, failed, gpu, hire
 from tests.waiting import wait_until
 
 
@@ -241,3 +243,30 @@ def test_a_broken_handler_leaks_nothing(
     assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
     assert "secret" not in answer.text
     wait_until(lambda: "secret detail" in caplog.text and "Traceback" in caplog.text, what="the trace is logged")
+
+
+def test_why_a_job_waits(api: Running) -> None:
+    job_id = api.submit(min_memory_mb=100, priority="LOW")
+    answer = api.get(f"/jobs/{job_id}/explain").json()
+    assert (answer["status"], answer["reason"], answer["position"]) == ("pending", "no_worker", 1)
+    assert answer["evidence"]["needed_mb"] == 100
+    hire(api.db, gpu(total_mb=50))
+    answer = api.get(f"/jobs/{job_id}/explain").json()
+    assert answer["reason"] == "no_gpu" and "needs 100 MB" in answer["message"]
+    assert [card["against"] for card in answer["evidence"]["gpus"]] == ["no_memory"]
+    unknown = api.get("/jobs/nobody/explain")
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "job_not_found")
+
+
+def test_a_job_shows_its_keys_and_what_it_waits_for(api: Running) -> None:
+    policy = parse(Scope.CONCURRENCY, {"max": 0})
+    api.db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "host:*", policy, None))
+    api.orchestrator.policies.expire()
+    body = {"type": "echo", "payload": {}, "concurrency_keys": ["host:example.org"]}
+    job_id = api.post("/jobs/submit", body).json()["job_id"]
+    shown = api.get(f"/jobs/{job_id}").json()
+    assert (shown["concurrency_keys"], shown["blocked_on"]) == (["host:example.org"], "cap:host:example.org")
+    assert (shown["queued"], shown["wait_reason"]) == ("blocked", "cap host:example.org is full: 0 of 0 run")
+    assert "held_caps" not in shown
+    refused = api.post("/jobs/submit", body | {"concurrency_keys": ["agent:me"]})
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_input")

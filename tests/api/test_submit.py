@@ -11,7 +11,7 @@ import pytest
 from orchestrator import daemon
 from orchestrator.jobs import NewJob
 from orchestrator.store.database import Database
-from orchestrator.store.submit import Verdict, submit_jobs
+from orchestrator.store.submit import Answer, submit_jobs
 from tests.api.conftest import Running
 from tests.factories import hire, history, row
 
@@ -104,9 +104,9 @@ def test_a_batch_gives_a_verdict_per_item(api: Running) -> None:
 def test_a_batch_is_one_transaction(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, submit = [], submit_jobs
 
-    def counting(db: Database, batch: Sequence[NewJob], *rest: Any) -> list[Verdict]:
+    def counting(db: Database, batch: Sequence[NewJob], *rest: Any, **given: Any) -> list[Answer]:
         sizes.append(len(batch))
-        return submit(db, batch, *rest)
+        return submit(db, batch, *rest, **given)
 
     monkeypatch.setattr(daemon, "submit_jobs", counting)
     assert api.post("/jobs/submit_batch", {"jobs": [JOB] * 1000}).json()["created"] == 1000

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from orchestrator import __version__
+from orchestrator.errors import WorkerLost
 from orchestrator.store import nodes, schema
 from orchestrator.store.database import Database
 from orchestrator.store.moves import Claimant
@@ -64,8 +65,16 @@ def test_an_id_of_ones_own_belongs_to_one_worker_at_a_time(api: Running) -> None
 
 def test_the_id_of_a_worker_of_ours_is_taken_too(api: Running) -> None:
     hand = hire(api.db)
-    answer = api.post("/workers/register", {"worker_id": hand.worker_id, "slots": 1, "types": ["x"]})
-    refused(answer, 409, "worker_exists")
+
+    def register_as_it() -> Any:
+        return api.post("/workers/register", {"worker_id": hand.worker_id, "slots": 1, "types": ["x"]})
+
+    refused(register_as_it(), 409, "worker_exists")
+    hand.go_silent()
+    api.db.write(lambda conn: nodes.declare_lost(conn, 10.0, 10))
+    refused(register_as_it(), 409, "worker_exists")
+    with pytest.raises(WorkerLost):  # it was frozen, and wakes up
+        hand.beat()
 
 
 def test_one_of_many_that_register_the_same_id_at_once_gets_it(api: Running) -> None:
@@ -80,7 +89,7 @@ def test_an_id_is_free_again_when_nothing_of_its_predecessor_is_left(api: Runnin
     hire(api.db, gpu())
     first = register(api, worker_id="mine", node_id="node-1")
     job_id = api.submit(min_memory_mb=100)
-    first.claim()
+    first.one()
     lose(api, first)
 
     def again() -> Any:
@@ -154,7 +163,7 @@ def test_a_heartbeat_keeps_the_leases_also_of_a_worker_that_does_not_say_it_is_b
     hire(api.db, gpu())
     puppet = register(api, node_id="node-1")
     api.submit(min_memory_mb=100)
-    puppet.claim()
+    puppet.one()
     (before,) = active_leases(api.db)
     puppet.beat()
     (after,) = active_leases(api.db)
@@ -192,7 +201,7 @@ def test_who_leaves_hands_back_what_it_has_uncharged_and_its_memory(api: Running
     hire(api.db, gpu())
     puppet = register(api, node_id="node-1")
     kept, cancelled = api.submit(min_memory_mb=100), api.submit()
-    claims = puppet.claim(4)
+    claims = puppet.all(2)
     assert [claim["job_id"] for claim in claims] == [kept, cancelled]
     puppet.sign(claims[0])
     api.post(f"/jobs/{cancelled}/cancel")

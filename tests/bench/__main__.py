@@ -1,7 +1,9 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
-python -m tests.bench [--jobs 10000] [--leases 4096] [--rounds 3] [--slots 16] [--only jobs|leases|batching|pools]
-                      [--json]
+python -m tests.bench [--jobs 10000] [--leases 4096] [--submits 50000] [--rounds 3] [--slots 16] [--json]
+                      [--only jobs|leases|batching|pools|flood|caps|publish|shares]
+
+`shares` is run only when asked for: it takes minutes, and exits with 1 when an agent does not get its share.
 """
 
 import argparse
@@ -12,15 +14,21 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from tests.bench import raw
+from orchestrator.settings import Settings
+from tests.bench import caps, raw
+from tests.bench.flood import COUNT, Flood
 from tests.bench.leases import Leases
 from tests.bench.ours import Ours
+from tests.bench.publish import BACKLOGS, TAKEN, Publishing
+from tests.bench.shares import LATE_WINDOWS, TOLERANCE, WANTED, WINDOW, Shares
 from tests.bench.trial import Trial
 from tests.bench.warmth import LOAD_S, Warmth
 from tests.servers import MariaDB, Redis
 
 #: Lease grants to a transaction.
 BATCHES = {64: "batches of 64", 1: "one by one"}
+#: Jobs under caps, and how long each of them takes.
+CAPPED_JOBS, CAPPED_S = 200, 0.5
 #: What a call of the handlers costs, however many jobs it is for.
 COSTS = {"free": "free calls", "2ms": "2 ms a call"}
 
@@ -32,10 +40,12 @@ def main() -> None:
         for number in range(options.rounds):
             print(f"round {number + 1} of {options.rounds} …", file=sys.stderr, flush=True)
             for part, measure in PARTS.items():
-                if options.only in (None, part):
+                if options.only == part or (options.only is None and part not in ON_DEMAND):
                     measure(mariadb, redis, options, figures)
     medians = {name: statistics.median(values) for name, values in figures.items()}
     _report(medians, figures, options)
+    if figures.get("shares missed"):
+        sys.exit(1)
 
 
 def _round(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
@@ -95,7 +105,73 @@ def _pools(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures
             warmth.close()
 
 
-PARTS = {"leases": _grants, "jobs": _round, "batching": _batching, "pools": _pools}
+def _flood(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        flood = Flood(mariadb.create_database("bench_flood"), redis.url, Path(folder))
+        try:
+            for what, value in flood.measure(options.submits).items():
+                figures[f"flood: {what}"].append(value)
+        finally:
+            flood.close()
+
+
+def _publish(mariadb: MariaDB, _redis: Redis, _options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    publishing = Publishing(mariadb.create_database("bench_publish"))
+    try:
+        publishing.prepare()
+        for count, seconds in publishing.race():
+            figures[f"publish {TAKEN} of {count:,}: ms"].append(1000 * seconds)
+    finally:
+        publishing.close()
+
+
+def _shares(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        shares = Shares(mariadb.create_database("bench_shares"), redis.url, Path(folder), options.slots)
+        try:
+            found, late = shares.measure(options.jobs)
+        finally:
+            shares.close()
+    figures[f"share in windows of {WINDOW}, of {WANTED:g}"] += found
+    figures["windows until a late job starts"].append(late)
+    if late > LATE_WINDOWS or max(abs(share - WANTED) for share in found) > TOLERANCE * WANTED:
+        print("an agent does not get its share, or comes too late", file=sys.stderr)
+        figures["shares missed"].append(1)
+
+
+def _caps(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    """200 jobs on 8 slots, two at a time for an agent and one for a host; and as many that only the slots limit."""
+    best = caps.least_seconds(CAPPED_JOBS, CAPPED_S)
+    for label, limits in (("no caps", {}), ("caps", caps.CAPS)):
+        redis.flush()
+        with tempfile.TemporaryDirectory() as folder:
+            url = mariadb.create_database("bench_caps")
+            settings = Settings(database_url=url, redis_url=redis.url, data_dir=Path(folder), gpu_backend="none")
+            capped = caps.Capped(settings, Path(folder), limits)
+            try:
+                capped.run(CAPPED_JOBS, CAPPED_S, timeout_s=300)
+                figures[f"{label}: seconds ÷ least"].append(caps.seconds_taken(capped.ledger) / best)
+                most = caps.most_at_once(capped.ledger)
+                for kind in limits:
+                    seen = max(count for key, count in most.items() if key.startswith(kind))
+                    figures[f"caps: most at once, {kind} (of {caps.CAPS[kind]})"].append(seen)
+            finally:
+                capped.close()
+
+
+PARTS = {
+    "leases": _grants,
+    "jobs": _round,
+    "batching": _batching,
+    "pools": _pools,
+    "flood": _flood,
+    "caps": _caps,
+    "publish": _publish,
+    "shares": _shares,
+}
+ON_DEMAND = {"shares"}
 
 
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -109,6 +185,9 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
         }
     for label in COSTS.values() if options.only in (None, "batching") else ():
         ratios[f"{label}: batched ÷ plain"] = medians[f"batched: drain, {label}"] / medians[f"plain: drain, {label}"]
+    if options.only in (None, "publish"):
+        few, many = (medians[f"publish {TAKEN} of {count:,}: ms"] for count in BACKLOGS)
+        ratios["publish: a million waiting ÷ a thousand"] = many / few
     for label in BATCHES.values() if options.only in (None, "leases") else ():
         ratio = medians[f"ours: lease grants, {label}"] / medians[f"raw: lease grants, {label}"]
         ratios[f"lease grants, {label}: ours ÷ raw"] = ratio
@@ -118,15 +197,16 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
     print(f"{options.jobs} echo jobs, {options.slots} slots, {options.leases} leases, {options.rounds} rounds")
     print("jobs or leases per second, or what is said; median [range]")
     for name, values in figures.items():
-        print(f"  {name:36s} {medians[name]:10,.2f}   [{min(values):,.2f} … {max(values):,.2f}]")
+        print(f"  {name:42s} {medians[name]:10,.2f}   [{min(values):,.2f} … {max(values):,.2f}]")
     for name, ratio in ratios.items():
-        print(f"  {name:36s} {ratio:10.2f}")
+        print(f"  {name:42s} {ratio:10.2f}")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--leases", type=int, default=4096)
+    parser.add_argument("--submits", type=int, default=COUNT)
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=16)

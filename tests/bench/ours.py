@@ -1,15 +1,17 @@
 """The system itself: submit through the orchestrator, one worker process with its slots, all on real servers."""
 
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import func, select, text
 
 from orchestrator.daemon import Orchestrator
 from orchestrator.jobs import NewJob
 from orchestrator.settings import Settings
 from orchestrator.store import nodes, schema
+from orchestrator.store.dialect import utc_now
 from tests.cluster import Cluster
 from tests.waiting import wait_until
 
@@ -50,16 +52,21 @@ class Ours:
         ]
 
     def drain(self, count: int) -> tuple[float, float]:
-        """Jobs per second from the first to the last end, by the database's clock; and commits per job."""
+        """Jobs per second once all slots are up, as the trial's are when its clock starts; and commits per job.
+
+        By the database's clock, until the last end.
+        """
         orchestrator = Orchestrator(self.settings)
         before = self._commits()
         orchestrator.start()
         worker = self.cluster._start("worker", {})
         try:
+            wait_until(self._all_slots_up, timeout=60, what="all slots up")
+            up_at = self.cluster.db.read(lambda conn: conn.execute(select(utc_now())).scalar_one())
             wait_until(lambda: self._done() >= count, timeout=120, what="all jobs done")
             commits = (self._commits() - before) / count
-            first, last = self._span()
-            return (count - 1) / (last - first).total_seconds(), commits
+            since, last = self._done_since(up_at)
+            return since / (last - up_at).total_seconds(), commits
         finally:
             worker.stop()
             orchestrator.close()
@@ -75,9 +82,15 @@ class Ours:
         time.sleep(0.5)
         return self.cluster.count("orchestrator_results")
 
-    def _span(self):
-        query = text("SELECT min(finished_at), max(finished_at) FROM orchestrator_jobs WHERE status = 'done'")
-        return self.cluster.db.read(lambda conn: conn.execute(query).one())
+    def _all_slots_up(self) -> bool:
+        ready = select(func.sum(schema.workers.c.ready)).where(schema.workers.c.status == "active")
+        return self.cluster.db.read(lambda conn: conn.execute(ready).scalar()) == self.settings.worker_slots
+
+    def _done_since(self, moment: datetime) -> tuple[int, datetime]:
+        """How many ended after that, and when the last did."""
+        done = select(func.count(), func.max(schema.jobs.c.finished_at)).where(schema.jobs.c.finished_at > moment)
+        found = self.cluster.db.read(lambda conn: conn.execute(done).one())
+        return found[0], found[1]
 
     def _commits(self) -> int:
         query = text("SHOW GLOBAL STATUS LIKE 'Com_commit'")

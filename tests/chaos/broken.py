@@ -51,11 +51,10 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     "answer-before-commit": (
         Edit(
             "orchestrator/daemon.py",
-            "        return self._submits.submit(Submission(tuple(new_jobs)))",
-            "        self._submits.post(Submission(tuple(new_jobs)))\n"
-            "        accepted: Future[list[Verdict]] = Future()\n"
-            "        accepted.set_result([Verdict.CREATED] * len(new_jobs))\n"
-            "        return accepted",
+            "            future = self._submits.submit(Submission(tuple(new_jobs)))",
+            "            self._submits.post(Submission(tuple(new_jobs)))\n"
+            "            future: Future[list[Answer]] = Future()\n"
+            "            future.set_result([Verdict.CREATED] * len(new_jobs))",
         ),
     ),
     # Memory is taken from the GPU that looked free a moment ago.
@@ -98,7 +97,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     ),
     # The leader forgets where a pool that drains has workers, so that they hear too late how soon they must leave.
     "drained-assignments": (
-        Edit("orchestrator/crews.py", "return (pool.assigned if pool.crews else {}), 0", "return {}, 0"),
+        Edit("orchestrator/crews.py", "return (pool.assigned if pool.to_leave else {}), 0", "return {}, 0"),
         Edit(
             "worker/supervisor.py",
             "            service.leave(self._settings.pool_drain_s)",

@@ -217,6 +217,12 @@ def leases_are_returned(view: View) -> Iterator[Violation]:
         yield Violation("INV-17", lease["job_id"], f"its lease of {lease['memory_mb']} MB stays active")
 
 
+def seats_are_given_back(view: View) -> Iterator[Violation]:
+    for cap in view.history.caps:
+        if cap["in_use"] != 0:
+            yield Violation("INV-25", None, f"{cap['in_use']} seats of {cap['cap_key']} stay taken")
+
+
 def streams_are_empty(view: View) -> Iterator[Violation]:
     for name, (length, pending) in view.history.streams.items():
         if length or pending:
@@ -262,6 +268,7 @@ CHECKS: tuple[Check, ...] = (
     nothing_runs_after_its_end,
     delayed_jobs_waited,
     leases_are_returned,
+    seats_are_given_back,
     streams_are_empty,
     epochs_increase,
     letters_match,

@@ -68,6 +68,7 @@ class History:
     lines: list[Line]
     gpus: list[dict[str, Any]] = field(default_factory=list)
     leases: list[dict[str, Any]] = field(default_factory=list)
+    caps: list[dict[str, Any]] = field(default_factory=list)
     #: Name → entries, and those of them that are pending.
     streams: dict[str, tuple[int, int]] = field(default_factory=dict)
     letters: list[dict[str, str]] = field(default_factory=list)
@@ -116,6 +117,7 @@ def collect(
             lines=ledger.read(ledger_file),
             gpus=_rows(cursor, "gpus"),
             leases=_rows(cursor, "orchestrator_leases WHERE state = 'active'"),
+            caps=_rows(cursor, "concurrency_caps"),
             streams=streams(redis, prefix),
             letters=_letters(redis, prefix),
             dead_letters=_dead_letters(cursor),

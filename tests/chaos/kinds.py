@@ -8,6 +8,9 @@ from typing import Any
 
 Body = dict[str, Any]
 
+#: By key, how many of the jobs that have it run at once.
+CAPS = {"host:*": 2}
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -40,6 +43,11 @@ def _leased(rng: Random) -> Body:
     return {"type": "chaos.allocate", "payload": payload, "min_memory_mb": memory}
 
 
+def _capped(rng: Random) -> Body:
+    """Waits for others of its host."""
+    return _work(seconds=rng.uniform(0.0, 0.1)) | {"concurrency_keys": [f"host:{rng.randrange(3)}"]}
+
+
 def _delayed(rng: Random) -> Body:
     return _work() | {"earliest_start_at": _in(rng.uniform(0.5, 6.0))}
 
@@ -60,6 +68,7 @@ KINDS = (
     Kind("slow", 16, _DONE, lambda rng: _work(seconds=rng.uniform(0.1, 1.8))),
     Kind("long", 1.2, _DONE, lambda rng: _work(seconds=rng.uniform(3.0, 6.0))),
     Kind("leased", 10, _DONE, _leased),
+    Kind("capped", 6, _DONE, _capped),
     Kind("flaky", 6, _DONE, lambda rng: _work(fails="transient", times=rng.randint(1, 3))),
     Kind("again", 4, _DONE, lambda rng: _work(fails="retry", after=rng.uniform(0.0, 1.5), times=rng.randint(1, 2))),
     Kind("delayed", 4, _DONE, _delayed),

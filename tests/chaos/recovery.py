@@ -91,7 +91,7 @@ def _told(sites: Sites, one: Recovered) -> list[str]:
 def _kill(site: Site, file: Path) -> tuple[float, list[str]]:
     """Kill a worker; when, and which jobs ran there."""
     holders = {line.pid: line.job_id for line in _started(file, 1).values()}
-    jobs = [holders[pid] for pid in site.member.children() if pid in holders]
+    jobs = [holders[pid] for pid in site.member.slots() if pid in holders]
     at = time.monotonic()
     site.send(signal.SIGKILL)
     time.sleep(random.uniform(0.0, 1.5))  # so that kills meet every phase of heartbeats and duties

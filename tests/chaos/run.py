@@ -8,19 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pymysql
 
+from orchestrator.policies import Scope, parse
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
+from orchestrator.store import migrate, policies
 from orchestrator.store.database import Database
 from tests.chaos import history
 from tests.chaos.checker import Violation, check
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.history import History, Recorder
-from tests.chaos.kinds import KINDS, Kind
+from tests.chaos.kinds import CAPS, KINDS, Kind
 from tests.chaos.load import Load
 from tests.chaos.sites import ROOT, SHORT_TIMES, Site, Sites, watch
 from tests.chaos.storm import Storm
@@ -75,10 +77,13 @@ def run(plan: Plan, tell: Callable[[str], None] = lambda _text: None, folder: Pa
 
 
 def prepare(mariadb: MariaDB, folder: Path) -> None:
-    """Migrate, as an operator would before the first start."""
+    """Migrate and set caps, as an operator would before the first start."""
     db = Database(Settings(database_url=mariadb.url, data_dir=folder))
     try:
         migrate.upgrade(db)
+        for key, most in CAPS.items():
+            cap = parse(Scope.CONCURRENCY, {"max": most})
+            db.write(partial(policies.put, scope=Scope.CONCURRENCY, name=key, document=cap, actor=None))
     finally:
         db.close()
 

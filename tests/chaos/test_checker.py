@@ -127,6 +127,7 @@ BROKEN = {
     ),
     "memory that stays leased": ("INV-17", {"gpus": [{"gpu_uuid": "gpu", "leased_mb": 1}]}),
     "a lease that stays": ("INV-17", {"leases": [{"job_id": "job", "memory_mb": 1}]}),
+    "a seat that stays taken": ("INV-25", {"caps": [{"cap_key": "agent:a", "in_use": 1}]}),
     "an entry that stays": ("INV-4", {"streams": {"lane": (1, 0)}}),
     "a pending entry that stays": ("INV-4", {"streams": {"lane": (0, 1)}}),
     "an epoch that came twice": ("INV-18", plus_events(event("leader.elected", 9, None, details={"epoch": 2}))),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from orchestrator.cli import run
 from orchestrator.client import lease
 from tests.client.conftest import Orchestrator
+from tests.processes import alive, status
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -45,13 +45,6 @@ def line(child: subprocess.Popen[str]) -> str:
 def ended(child: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = child.communicate(timeout=PATIENCE_S)
     return child.returncode, out, err
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # --- as if it had been started without ---
@@ -401,8 +394,11 @@ def test_ctrl_z_and_back(shell: Shell, server: Orchestrator):
 def test_from_the_background_to_the_foreground(shell: Shell, server: Orchestrator):
     shell.type(f"{leased('cat')} & echo pid=$!\n")
     pid = int(shell.expect(r"pid=(\d+)")[1])
-    stopped = lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    wait_until(stopped, timeout=PATIENCE_S, what="stopped: cat reads, and others have the terminal")
+    wait_until(
+        lambda: (known := status(pid)) and known.state == "T",
+        timeout=PATIENCE_S,
+        what="stopped: cat reads, and others have the terminal",
+    )
     assert len(server.leases()) == 1
     shell.type("fg\n")
     shell.expect(r"fg\r\n.*cat")

@@ -68,19 +68,27 @@ ABOVE = {
     **{
         f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
         for pure in (
+            "admission",
             "batching",
             "config",
             "crews",
             "errors",
+            "explanation",
+            "gates",
             "identity",
             "jobs",
             "jsontext",
             "leases",
             "names",
+            "pace",
+            "policies",
             "pools",
             "ranking",
+            "rates",
+            "schedules",
             "settings",
             "tally",
+            "triggers",
         )
     },
 }

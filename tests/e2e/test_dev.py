@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.processes import status
 from tests.servers import free_port
 from tests.waiting import wait_until
 
@@ -78,20 +79,11 @@ def start(tmp_path) -> Iterator:
         dev.kill()
 
 
-def status(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process; None when there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return fields[0], int(fields[1])
-
-
 def descendants(root: int) -> set[int]:
     parents = {int(path.name): status(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
     found, level = set(), {root}
     while level:
-        level = {pid for pid, known in parents.items() if known is not None and known[1] in level}
+        level = {pid for pid, known in parents.items() if known is not None and known.parent in level}
         found |= level
     return found
 
@@ -99,7 +91,7 @@ def descendants(root: int) -> set[int]:
 def alive(pids: set[int]) -> dict[int, str]:
     """Those that still run, with their command lines; zombies that wait for init do not."""
     states = {pid: status(pid) for pid in pids}
-    running = [pid for pid, known in states.items() if known is not None and known[0] != "Z"]
+    running = [pid for pid, known in states.items() if known is not None and known.state != "Z"]
     return {pid: (Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()) for pid in running}
 
 

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from orchestrator.errors import GpuUnavailable
-from orchestrator.gpu import Gpu, Health
+from orchestrator.gpu import Gpu, GpuProcess, Health
 from orchestrator.gpu.backends import NoGpus
 from orchestrator.gpu.watch import Watch
+from tests.factories import gpu
 from tests.waiting import wait_until
 
 A = "GPU-aaaa"
@@ -121,6 +122,65 @@ def test_many_may_ask_at_once_and_take_turns():
         assert [future.result() for future in [pool.submit(watch.sample) for _ in range(24)]] == [[]] * 24
     assert not backend.overlapped
     assert backend.threads == {"gpu-watch"}
+    watch.close()
+
+
+class Gated(NoGpus):
+    """Answers when it is let, with the number of the question as the memory in use."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.let = threading.Semaphore(0)
+
+    def sample(self) -> list[Gpu]:
+        self.asked += 1
+        number = self.asked
+        assert self.let.acquire(timeout=20.0)
+        return [gpu(total_mb=1000, used_mb=number, uuid=A, processes=(GpuProcess(number, number),))]
+
+
+def waiting(watch: Watch) -> int:
+    """How many threads wait for news."""
+    return len(vars(watch._changed)["_waiters"])
+
+
+def test_who_asks_while_another_is_answered_shares_the_next_answer():
+    """Not the one under way: it may have been read before they asked."""
+    backend = Gated()
+    watch = Watch(backend, limit_s=30.0)
+    questions = [
+        (watch.sample, lambda answer: answer[0].used_mb),
+        (lambda: watch.free_mb([A]), lambda answer: 1000 - answer[A]),
+        (lambda: watch.holders([A]), lambda answer: answer[A][0].pid),
+    ]
+    with ThreadPoolExecutor(31) as pool:
+        first = pool.submit(watch.sample)
+        wait_until(lambda: backend.asked == 1, what="a sample under way")
+        later = [(pool.submit(ask), number_of) for ask, number_of in 10 * questions]
+        wait_until(lambda: waiting(watch) == 31, what="all others waiting")
+        backend.let.release()
+        assert first.result(10.0)[0].used_mb == 1
+        wait_until(lambda: backend.asked == 2, what="the next sample")
+        last = pool.submit(watch.sample)
+        wait_until(lambda: waiting(watch) == 31, what="one more")
+        backend.let.release()
+        assert {number_of(future.result(10.0)) for future, number_of in later} == {2}
+        backend.let.release()
+        assert last.result(10.0)[0].used_mb == 3
+    assert backend.asked == 3
+    watch.close()
+
+
+def test_a_question_that_nobody_waits_for_any_more_is_still_answered_to_the_next():
+    """It had not begun when the next one asked."""
+    backend = Gated()
+    watch = Watch(backend, limit_s=LIMIT_S)
+    took(watch.sample)
+    took(watch.sample)
+    backend.let.release()
+    backend.let.release()
+    backend.let.release()
+    assert wait_until(lambda: answers(watch.sample))[0].used_mb > 1
     watch.close()
 
 

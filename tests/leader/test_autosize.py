@@ -64,9 +64,10 @@ def load(db, pool_id, memory_mb, idle_s=0.0):
         slot=f"{hand.worker_id}#1",
         job_type="echo",
     )
-    assert isinstance(grants.grant_model(db, request, Terms(STALE_S)), Granted)
-    db.write(lambda conn: residency.loaded(conn, f"model:{pool_id}"))
-    old = update(schema.leases).where(schema.leases.c.token == f"model:{pool_id}")
+    lease = grants.grant_model(db, request, Terms(STALE_S))
+    assert isinstance(lease, Granted)
+    db.write(lambda conn: residency.loaded(conn, lease.key))
+    old = update(schema.leases).where(schema.leases.c.token == lease.key)
     db.write(lambda conn: conn.execute(old.values(idle_since=utc_shift(-idle_s), created_at=utc_shift(-600.0))))
     return hand
 

@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 from sqlalchemy import update
 
-from orchestrator.errors import RedisUnavailable, StaleEpoch, UnknownDuty
+from orchestrator.errors import RedisUnavailable, StaleEpoch, UnknownDuty, WorkerLost
 from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
 from orchestrator.leases import LeaseRequest, Terms
 from orchestrator.store import dead_letters, grants, leadership, nodes, schema, withdraw
 from orchestrator.store.dialect import utc_shift
 from orchestrator.telemetry import metrics
-from tests.factories import STALE_S, gpu, hire, history, row, rows, set_job, status, submit
+from tests.factories import STALE_S, gpu, hire, history, row, rows, set_job, status, submit, traffic
 
 KEY = "stream:orchestrator:inference_jobs"
 DLQ = "stream:orchestrator:dlq"
@@ -287,6 +287,30 @@ def test_expired_leases_are_purged(db, context):
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
 
 
+def test_workers_are_forgotten_days_after_their_end(db, context, monkeypatch):
+    monkeypatch.setattr(duties, "BATCH", 2)
+    long_ago = duties.KEEP_ENDED_WORKERS_S + 60.0
+    lost = [hire(db) for _ in range(3)]
+    late = hire(db)  # nobody has declared it lost yet
+    for hand in [*lost, late]:
+        hand.go_silent(long_ago)
+    db.write(lambda conn: conn.execute(update(schema.workers).values(status="lost")))
+    db.write(lambda conn: conn.execute(update(schema.workers).where(_is(late)).values(status="active")))
+    alive, left, holder = hire(db), hire(db), hire(db, gpu())
+    holder.claim(*submit(db, min_memory_mb=100))
+    for hand, silent_s in ((left, long_ago - 120.0), (holder, long_ago)):
+        hand.go_silent(silent_s)
+        db.write(lambda conn, hand=hand: conn.execute(update(schema.workers).where(_is(hand)).values(status="stopped")))
+    assert [duties.forget_workers(context) for _ in range(3)] == [2, 1, 0]
+    assert {row.worker_id for row in rows(db, schema.workers)} == {h.worker_id for h in (late, alive, left, holder)}
+    with pytest.raises(WorkerLost):
+        lost[0].beat()
+
+
+def _is(hand):
+    return schema.workers.c.worker_id == hand.worker_id
+
+
 # --- deadlines ---
 
 
@@ -398,9 +422,9 @@ def test_every_lane_is_tried_and_the_first_failure_reported(db, context):
         return 2
 
     with pytest.raises(RedisUnavailable, match="lane b"):
-        duties._in_every_lane(context, work)
+        duties._in_lanes(context.lanes(), work)
     assert tried == ["a", "b", "c", "d"]
-    assert duties._in_every_lane(context, lambda _lane: 2) == 8
+    assert duties._in_lanes(context.lanes(), lambda _lane: 2) == 8
 
 
 def test_a_server_that_does_not_answer_is_not_asked_for_each_lane(db, context):
@@ -413,7 +437,7 @@ def test_a_server_that_does_not_answer_is_not_asked_for_each_lane(db, context):
         raise RedisUnavailable("timed out")
 
     with pytest.raises(RedisUnavailable):
-        duties._in_every_lane(context, work)
+        duties._in_lanes(context.lanes(), work)
     assert tried == ["a", "b"]
 
 
@@ -428,8 +452,21 @@ def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):
         raise StaleEpoch(1)
 
     with pytest.raises(StaleEpoch):
-        duties._in_every_lane(context, work)
+        duties._in_lanes(context.lanes(), work)
     assert tried == ["a"]
+
+
+# --- what idle lanes cost ---
+
+
+@pytest.mark.parametrize("name", ["publish", "reclaim", "repair"])
+def test_idle_lanes_cost_no_transaction_each(db, hub, context, name):
+    for number in range(20):
+        submit(db, pool_id=f"pool-{number}")
+    db.write(lambda conn: conn.execute(update(schema.jobs).values(status="done", queued=None)))
+    with traffic(db) as seen:
+        duties.find(name).run(context)
+    assert seen.commits <= 3, seen.statements
 
 
 # --- all of them ---
@@ -482,6 +519,5 @@ def test_a_leader_that_was_replaced_writes_nothing_more(db, hub, raw, context, n
 
 
 def test_an_unknown_duty_is_refused_with_those_there_are():
-    names = "publish, repair, reclaim, time_limits, purge_leases, reconcile, expire, dead_letters"
-    with pytest.raises(UnknownDuty, match=names):
+    with pytest.raises(UnknownDuty, match=", ".join(duty.name for duty in duties.DUTIES)):
         duties.find("world_peace")

@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.errors import NotOwner
 from orchestrator.leader import duties
-from orchestrator.store import outbox, schema, withdraw
+from orchestrator.pools import PoolSpec
+from orchestrator.store import crews, outbox, pools, schema, withdraw
 from orchestrator.store.claim import Claim, NotClaimed
 from tests.factories import active_leases, gpu, hire, history, now, row, rows, set_job, submit
 from tests.fetchers import enlist
@@ -148,6 +149,110 @@ def test_limits_of_our_own_workers_are_kept_at_home(db, context):
     before = rows(db, schema.jobs)
     assert run(context, "time_limits") == 0
     assert rows(db, schema.jobs) == before
+
+
+# --- drains ---
+
+
+def drain_pool(db, timeout_s):
+    db.write(lambda conn: pools.drain(conn, "gold", timeout_s))
+
+
+def pool_state(db):
+    (pool,) = rows(db, schema.worker_pools)
+    return pool.status, pool.status_reason
+
+
+@pytest.fixture
+def serving(db):
+    """An HTTP worker of a pool with a job."""
+    db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="gold", provider="external")))
+    hire(db, gpu())
+    remote = enlist(db, pool="gold", node="node-1")
+    submit(db, pool_id="gold", min_memory_mb=100)
+    (claim,) = remote.fetch()
+    return remote, claim
+
+
+def is_handed_back(db, claim):
+    found = row(db, claim.job_id)
+    if found.status != "pending":
+        return False
+    assert (found.attempts, found.worker_id, found.error_kind) == (0, None, None)
+    assert history(db, claim.job_id)[-1] == "job.handed_back"
+    assert active_leases(db) == []
+    return True
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_an_evicted_pool_takes_its_jobs_back(db, context, serving, signed):
+    remote, claim = serving
+    if signed:
+        remote.sign(claim)
+    run(context, "reconcile")
+    assert not is_handed_back(db, claim)
+    db.write(lambda conn: pools.evict(conn, "gold"))
+    run(context, "reconcile")
+    assert is_handed_back(db, claim)
+    assert isinstance(remote.sign(claim), NotOwner)
+    assert isinstance(remote.finish(claim)[0], NotOwner)
+    assert is_handed_back(db, claim)
+    assert run(context, "reconcile") == 0
+
+
+def test_a_drained_pool_takes_its_jobs_back_when_its_time_is_over_and_stops_although_an_http_worker_stays(
+    db, context, serving
+):
+    remote, claim = serving
+    drain_pool(db, 60.0)
+    run(context, "reconcile")
+    assert not is_handed_back(db, claim)
+    assert pool_state(db) == ("draining", "1 workers have not left yet")  # it never told that it is busy
+    drain_pool(db, 0.0)
+    run(context, "reconcile")
+    assert is_handed_back(db, claim)
+    assert pool_state(db) == ("stopped", None)
+    assert remote.fetch() == []
+    db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="gold", provider="external")))
+    assert [again.attempt for again in remote.fetch()] == [2]
+
+
+def test_a_drained_pool_stops_when_the_job_of_its_http_worker_has_ended(db, context, serving):
+    remote, claim = serving
+    drain_pool(db, 60.0)
+    remote.finish(claim)
+    run(context, "reconcile")
+    assert (row(db, claim.job_id).status, pool_state(db)) == ("done", ("stopped", None))
+
+
+def test_a_drained_node_takes_its_jobs_back_when_its_time_is_over(db, context, serving):
+    remote, claim = serving
+    db.write(lambda conn: crews.drain_nodes(conn, ["node-1"], 60.0))
+    run(context, "reconcile")
+    assert not is_handed_back(db, claim)
+    db.write(lambda conn: crews.drain_nodes(conn, ["node-1"], 0.0))
+    run(context, "reconcile")
+    assert is_handed_back(db, claim)
+    assert isinstance(remote.finish(claim)[0], NotOwner)
+
+
+def test_a_cancelled_job_of_an_evicted_pool_ends_as_cancelled(db, context, serving):
+    _, claim = serving
+    db.write(lambda conn: withdraw.cancel(conn, claim.job_id))
+    db.write(lambda conn: pools.evict(conn, "gold"))
+    run(context, "reconcile")
+    assert row(db, claim.job_id).status == "cancelled"
+
+
+def test_our_own_workers_hand_back_by_themselves(db, context):
+    """They end its process first."""
+    db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="gold")))
+    hand, (job_id,) = hire(db, pool="gold"), submit(db, pool_id="gold")
+    hand.claim(job_id)
+    db.write(lambda conn: crews.drain_nodes(conn, None, 0.0))
+    db.write(lambda conn: pools.evict(conn, "gold"))
+    run(context, "reconcile")
+    assert row(db, job_id).status == "claimed"
 
 
 def test_a_silent_http_worker_is_lost_with_its_jobs(db, context):

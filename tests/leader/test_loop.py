@@ -86,7 +86,7 @@ def test_a_duty_that_breaks_or_fails_does_not_stop_the_others(raw, leaders, monk
     leaders()
     wait_until(lambda: min(runs.values()) >= 3, what="every duty runs again")
     assert "a bug" in caplog.text
-    assert len(DUTIES) == 8
+    assert len(DUTIES) > len(table)
 
 
 def test_no_duty_runs_without_a_term(db, config, leaders, monkeypatch, caplog):

@@ -1,17 +1,19 @@
 """The publisher: a bounded window in the stream, the backlog in the database, and nothing lost in between."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, timedelta
 from threading import Barrier
 
 import pytest
+from sqlalchemy import update
 
 from orchestrator.errors import RedisUnavailable
 from orchestrator.leader import duties
 from orchestrator.publisher import Publisher
-from orchestrator.store import outbox
+from orchestrator.store import outbox, schema
 from orchestrator.store.dialect import utc_shift
 from orchestrator.stream.hub import Hub
-from tests.factories import hire, row, set_job, submit
+from tests.factories import hire, now, row, set_job, submit, traffic
 from tests.servers import free_port
 from tests.waiting import wait_until
 
@@ -49,6 +51,39 @@ def test_the_window_follows_the_slots_that_are_alive_within_its_bounds(db, publi
     if slots:
         hire(db, slots=slots)
     assert publisher.publish("default") == len(announced(raw)) == window
+
+
+@pytest.mark.parametrize(("slots", "window"), [(0, 2), (1, 2), (2, 4)])
+def test_few_slots_have_few_entries_ahead_by_default(db, hub, config, raw, slots, window):
+    least = type(config).model_fields["lane_window_min"].default
+    publisher = Publisher(db, hub, config.model_copy(update={"lane_window_min": least}))
+    submit(db, 50)
+    if slots:
+        hire(db, slots=slots)
+    assert publisher.publish("default") == len(announced(raw)) == window
+
+
+def test_a_job_whose_latest_start_is_near_goes_first_in_every_other_place(db, hub, config, raw):
+    publisher = Publisher(db, hub, config.model_copy(update={"lane_window_min": 4}))
+    usual = submit(db, 10)
+    soon = (now(db) + timedelta(seconds=3)).replace(tzinfo=UTC).isoformat()
+    urgent = submit(db, 6, deadline_at=soon)
+    assert publisher.publish("default") == 4
+    first = announced(raw)
+    assert set(first[:2]) <= set(urgent)
+    assert first[2:] == usual[:2]
+
+
+def test_urgent_jobs_are_looked_for_a_few_times_a_second_and_not_with_each_take(db, hub, config, raw):
+    publisher = Publisher(db, hub, config)
+    submit(db, 50)
+    lane = hub.lane("default")
+    reader = hub.reader(lane, "w")
+    with traffic(db) as seen:
+        for _ in range(3):
+            publisher.publish("default")
+            lane.ack([entry.entry_id for entry in reader.read(100, 20)])
+    assert 1 <= sum("start_by <=" in statement for statement in seen.statements) <= 2, seen.statements
 
 
 def test_what_leaves_the_window_is_replaced_in_order_of_rank(db, hub, publisher, raw):
@@ -100,6 +135,24 @@ def test_a_nudge_publishes_and_the_thread_survives_a_server_that_is_away(db, hub
     publisher.close()
     away.close()
     assert not publisher._thread.is_alive()
+
+
+def test_idle_lanes_are_looked_at_together_and_what_was_forgotten_there_is_announced(db, hub, config, raw):
+    for number in range(20):
+        submit(db, pool_id=f"pool-{number}")
+    db.write(lambda conn: conn.execute(update(schema.jobs).values(status="done", queued=None)))
+    ids = submit(db, pool_id="pool-7")
+    publisher = Publisher(db, hub, config)
+    with traffic(db) as seen:
+        for number in range(20):
+            publisher.idle(f"pool-{number}")
+        publisher.start()
+        key = "stream:orchestrator:inference_jobs:pool-7"
+        wait_until(lambda: announced(raw, key) == ids, what="what was forgotten is announced")
+        for _ in range(20):
+            publisher.idle("pool-7")
+        publisher.close()
+    assert seen.commits <= 2, seen.statements
 
 
 # --- what a crash leaves ---

@@ -3,13 +3,16 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
+from orchestrator import kubernetes
 from orchestrator.errors import InvalidInput, KubernetesUnavailable
 from orchestrator.kubernetes import Deployment, Kubernetes
-from orchestrator.leader import duties
+from orchestrator.leader import duties, replicas
 from orchestrator.leader.term import borrow
 from orchestrator.pools import PoolChange, PoolSpec
 from orchestrator.publisher import Publisher
@@ -25,6 +28,11 @@ class Api:
     def __init__(self) -> None:
         self.replicas: dict[str, int] = {}
         self.requests: list[tuple[str, str, str | None, str | None]] = []
+        #: Said instead of what is true.
+        self.says: tuple[int, bytes] | None = None
+        #: Paths that get no answer before it is set.
+        self.silent: set[str] = set()
+        self.speak = threading.Event()
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -37,6 +45,8 @@ class Api:
             def _answer(self, body) -> None:
                 kind = self.headers.get("Content-Type") if body else None
                 api.requests.append((self.command, self.path, self.headers.get("Authorization"), kind))
+                if self.path in api.silent:
+                    api.speak.wait(30.0)
                 known = self.path in api.replicas
                 if body and known:
                     api.replicas[self.path] = body["spec"]["replicas"]
@@ -45,11 +55,12 @@ class Api:
                     if known
                     else {"kind": "Status", "message": "not found"}
                 )
-                text = json.dumps(said).encode()
-                self.send_response(200 if known else 404)
+                status, text = api.says or (200 if known else 404, json.dumps(said).encode())
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
+                with suppress(OSError):  # whoever asked has gone
+                    self.end_headers()
+                    self.wfile.write(text)
 
             def log_message(self, *_args) -> None:
                 pass
@@ -67,6 +78,7 @@ class Api:
 def api() -> Iterator[Api]:
     served = Api()
     yield served
+    served.speak.set()
     served.server.shutdown()
     served.server.server_close()
 
@@ -90,10 +102,22 @@ def context(db, api, settings, tmp_path, redis_server):
     hub.close()
 
 
-def create(db, **fields):
-    metadata = {"deployment": "chat", "namespace": "models"}
-    spec = PoolSpec(pool_id="chat", provider="kubernetes", metadata=metadata, hold_seconds=3600, **fields)
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that counts for `Replicas`; it stands still until it is told otherwise."""
+    given = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: given.now))
+    return given
+
+
+def create(db, name="chat", **fields):
+    metadata = {"deployment": name, "namespace": "models"}
+    spec = PoolSpec(pool_id=name, provider="kubernetes", metadata=metadata, hold_seconds=3600, **fields)
     db.write(lambda conn: pools.create(conn, spec))
+
+
+def reason(db, name="chat"):
+    return db.read(lambda conn: pools.get(conn, name))["status_reason"] or ""
 
 
 def test_the_deployment_follows_the_pool(db, context, api):
@@ -138,6 +162,94 @@ def test_a_refusal_is_the_pools_reason_and_holds_up_no_other_pool(db, context, a
     duties.reconcile(context)
     assert "404" in db.read(lambda conn: pools.get(conn, "chat"))["status_reason"]
     assert db.read(lambda conn: pools.get(conn, "local-one"))["status"] == "running"
+
+
+NONSENSE = [b"{}", b"[]", b"null", b'"x"', b'{"spec": null}', b'{"spec": {"replicas": "x"}}', b"<html>", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("said", NONSENSE)
+def test_an_answer_that_is_no_scale_is_the_pools_reason(db, context, api, said):
+    api.says = 200, said
+    create(db)
+    db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="local-one", desired_workers=0)))
+    duties.reconcile(context)
+    assert "no Scale" in reason(db)
+    assert db.read(lambda conn: pools.get(conn, "local-one"))["status"] == "running"
+
+
+def test_a_refusal_that_no_database_would_store_is_stored(db, context, api):
+    api.says = 403, b'{"message": "\\ud800 says no"}'
+    create(db)
+    duties.reconcile(context)
+    assert "? says no" in reason(db)
+
+
+def test_broken_certificates_are_named(settings, tmp_path):
+    (tmp_path / "ca.crt").touch()
+    trusting_nobody = Kubernetes(settings(kubernetes_url="https://127.0.0.1:9", kubernetes_ca_file=tmp_path / "ca.crt"))
+    with pytest.raises(KubernetesUnavailable, match="SSLError"):
+        trusting_nobody.scale(CHAT, 1)
+
+
+def test_an_api_that_does_not_answer_is_asked_ever_more_rarely_by_all_pools_together(
+    db, context, api, clock, monkeypatch
+):
+    monkeypatch.setattr(kubernetes, "TIMEOUT_S", 0.05)
+    names = ["chat", "draw", "talk"]
+    api.silent = {Deployment("models", name).path for name in names}
+    for name in names:
+        create(db, name)
+    scale, asked, start = Kubernetes.scale, [], clock.now
+
+    def asking(*args):
+        asked.append(clock.now - start)
+        return scale(*args)
+
+    monkeypatch.setattr(Kubernetes, "scale", asking)
+    for second in (0, 1, 2, 5, 6, 13, 14, 29, 30, 61, 62, 121, 122):
+        clock.now = start + second
+        duties.reconcile(context)
+        assert all("TimeoutError" in reason(db, name) for name in names)
+    assert asked == [0, 2, 6, 14, 30, 62, 122]
+
+    api.speak.set()
+    api.silent.clear()
+    api.replicas = dict.fromkeys([Deployment("models", name).path for name in names], 0)
+    clock.now += 60.0
+    duties.reconcile(context)
+    assert set(api.replicas.values()) == {1}
+    assert not any("TimeoutError" in reason(db, name) for name in names)
+
+
+def test_a_deployment_that_hangs_leaves_turns_to_the_others(db, context, api, clock, monkeypatch):
+    monkeypatch.setattr(kubernetes, "TIMEOUT_S", 0.05)
+    api.silent = {CHAT.path}
+    other = Deployment("models", "draw").path
+    api.replicas = {CHAT.path: 0, other: 0}
+    create(db)
+    create(db, "draw")
+    duties.reconcile(context)
+    assert api.replicas[other] == 0
+    clock.now += 2.0
+    duties.reconcile(context)
+    assert api.replicas == {CHAT.path: 0, other: 1}
+
+
+def test_slow_answers_are_waited_for_one_by_one(db, context, api, clock, monkeypatch):
+    slow_scale = Kubernetes.scale
+
+    def scale(self, deployment, count):
+        clock.now += replicas.SLOW_S
+        return slow_scale(self, deployment, count)
+
+    monkeypatch.setattr(Kubernetes, "scale", scale)
+    names = ["chat", "draw", "talk"]
+    api.replicas = dict.fromkeys([Deployment("models", name).path for name in names], 0)
+    for name in names:
+        create(db, name)
+    for looks in range(1, 4):
+        duties.reconcile(context)
+        assert sum(api.replicas.values()) == looks
 
 
 def test_an_api_that_is_away_is_named(settings):

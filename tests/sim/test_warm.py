@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.warmth import Terms, worth
+from orchestrator.warmth import Terms, decide, worth
 from tests.sim import requests
 from tests.sim.bars import draw
 from tests.sim.pools import TICK_S, Simulation
 from tests.sim.queues import fewest_in_any_order, fewest_in_order, fifo, pace
 from tests.sim.requests import Request, compressed, levelled
-from tests.sim.warm import LOAD_S, Row, quantile
+from tests.sim.warm import AIM, LOAD_S, Row, quantile, verdict
 
 SOME = st.lists(st.tuples(st.floats(0, 60), st.sampled_from("abcdef"), st.floats(1, 30)), min_size=1, max_size=40).map(
     lambda rows: [Request(at_s, model, run_s) for at_s, (_, model, run_s) in zip(_times(rows), rows, strict=True)]
@@ -58,14 +58,19 @@ def test_a_flood_of_hot_jobs_starves_nobody(gpus, colds, load, run_s, begin_s):
     cold = [Request(begin_s, f"cold{number}", run_s) for number in range(colds)]
     terms = Terms(resident_min_s=30, patience_s=60)
     load_s = {one.model: 10.0 for one in [*hot, *cold]}
-    waits_s = _waits_by_model(sorted([*hot, *cold]), gpus, load_s, terms)
-    rival_s = max(waits_s["hot"])
-    overdue_s = max(worth.due_s(rival_s, terms), min(rival_s / (1 - worth.SLACK), rival_s + worth.SLACK_MOST_S))
+    lines: list[worth.Line] = []
+
+    def noting(pools, workers, cluster, terms):
+        lines.append(worth.Line.of(pools, len(workers)))
+        return decide(pools, workers, cluster, terms)
+
+    waits_s = _waits_by_model(sorted([*hot, *cold]), gpus, load_s, terms, noting)
+    overdue_s = max(*(line.due_s(terms) for line in lines), worth.UNFAIR * max(waits_s["hot"]))
     turn_s = terms.resident_min_s + 10.0 + run_s + TICK_S
     assert max(max(waits_s[one.model]) for one in cold) <= overdue_s + turn_s * colds + turn_s
 
 
-def _waits_by_model(some, gpus, load_s, terms):
+def _waits_by_model(some, gpus, load_s, terms, decide):
     found: dict[str, list[float]] = {one.model: [] for one in some}
 
     class Noting(Simulation):
@@ -73,13 +78,19 @@ def _waits_by_model(some, gpus, load_s, terms):
             found[slot.lane.model].append(self.now_s - slot.lane.waiting[0].at_s)
             super()._run(slot)
 
-    Noting(gpus, load_s, terms).replay(some)
+    Noting(gpus, load_s, terms, decide).replay(some)
     return found
 
 
 def test_an_hour_takes_as_long_as_its_work():
     some = [Request(0.0, "a", 10.0), Request(1800.0, "a", 30.0), Request(7200.0, "a", 5.0)]
     assert [one.at_s for one in levelled(some)] == [0.0, 20.0, 40.0]
+
+
+@pytest.mark.parametrize(("loads", "p99_s", "met"), [(AIM, 9, True), (AIM + 0.01, 9, False), (AIM, 11, False)])
+def test_the_aim_is_met_by_few_loads_and_no_longer_waits(loads, p99_s, met):
+    rows = [Row("FIFO", 9, 3, 1, 1, 10, 1, 1, 1), Row("ours", 9, loads, 1, 1, p99_s, 1, 1, 1)]
+    assert verdict(rows).startswith("aim met" if met else "aim NOT met")
 
 
 def test_a_picture_shows_every_policy():

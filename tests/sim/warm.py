@@ -1,6 +1,27 @@
 """`make sim-warm`: how often models are loaded and how long jobs wait, with more models than GPUs.
 
 python -m tests.sim.warm [--gpus 4,8,16] [--processes 2] [--data ../shared/data] [--plot FILE.svg] [--json]
+
+The aim: at most 1.2 times the loads of the offline optimum, at a p99 wait no worse than FIFO's. The table says which
+case meets it. There is no offline optimum that one could compute for jobs that may wait for each other; there are two
+numbers near it, and neither is a schedule:
+
+* In order (Belady): the fewest loads of anybody who starts jobs in the order of their arrival, if one copy of a model
+  could run any number of jobs at once. Nobody who keeps that order reaches it: the more GPUs, the more of them are
+  second and third copies of the models in demand, for which it counts no load. Who lets jobs wait for a warm GPU may
+  well come below it, and where queues are long we do.
+* Any order: a number of loads below which nobody comes who lets no job wait for longer than the longest wait of all
+  three policies. A lower bound, nothing more: it looks at intervals one by one.
+
+The aim is measured by the first, the usual meaning of the word. FIFO is one queue without affinity: the first in line
+takes the GPU that has been free for longest, warm or not; LRU takes a warm one of those that are free.
+
+Why not every case meets it. Levelled by the hour, FIFO lets 99 % of jobs start within minutes: to share a load, jobs
+would have to wait for longer. Of some fifty variants of the rule, tried on this same trace, none came below 1.9 with 8
+GPUs or 4 with 16 at a p99 wait within FIFO's. With 4 GPUs some came below 1.2, but their p99 wait with 16 was above
+FIFO's. With 16 GPUs the first number is too few besides: as they came, a third of our loads are further copies of a
+model in demand. There, waits are to spare: dearer loads in a jam need fewer, and then p99 waits are above FIFO's where
+requests are levelled. With loads of 5 s, which hardly hurt FIFO, its p99 wait on 4 GPUs is shorter than ours.
 """
 
 import argparse
@@ -30,6 +51,8 @@ SHAPES: dict[str, Callable[[list[requests.Request]], list[requests.Request]]] = 
     "as they came": list,
     "levelled by the hour": requests.levelled,
 }
+#: Loads, as a multiple of those of the offline optimum in order of arrival, that we aim at.
+AIM = 1.2
 #: Other load times, for one of the cases: what the table would say had we assumed them.
 OTHERWISE_S = (5.0, 45.0)
 
@@ -38,7 +61,8 @@ One pool per model, one model per GPU, nobody held back or pinned. A load takes 
 MB/s and a second to start). Requests come so much faster than they came that FIFO keeps the GPUs {BUSY:.0%} busy, loads
 counted. Waits last until a job runs, its load included. `÷ in order`: loads ÷ the fewest that anybody needs who starts
 jobs in order of arrival and knows the future (Belady). `÷ any order`: loads ÷ a number below which nobody comes who
-reorders as he likes, knows the future, and lets nobody wait for longer than the longest wait of that row."""
+reorders as he likes, knows the future, and lets nobody wait for longer than the longest wait of these rows.
+The aim: at most {AIM} × in order, at a p99 wait no worse than FIFO's."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +120,12 @@ def compare(case: Case) -> list[Row]:
         "ours": Simulation(case.gpus, load_s).replay(some),
     }
     in_order = fewest_in_order(some, case.gpus)
-    return [_row(name, replay, in_order, some, case.gpus) for name, replay in replays.items()]
+    any_order = fewest_in_any_order(some, case.gpus, max(max(replay.waits_s) for replay in replays.values()))
+    return [_row(name, replay, in_order, any_order) for name, replay in replays.items()]
 
 
-def _row(policy: str, replay: Replay, in_order: int, some: list[requests.Request], gpus: int) -> Row:
+def _row(policy: str, replay: Replay, in_order: int, any_order: int) -> Row:
     waits_s = sorted(replay.waits_s)
-    any_order = fewest_in_any_order(some, gpus, waits_s[-1])
     return Row(
         policy,
         replay.loads,
@@ -112,6 +136,17 @@ def _row(policy: str, replay: Replay, in_order: int, some: list[requests.Request
         sum(waits_s) / len(waits_s),
         waits_s[-1],
         replay.busy,
+    )
+
+
+def verdict(rows: list[Row]) -> str:
+    """Whether our row, the last, meets the aim, beside FIFO's, the first."""
+    plain, ours = rows[0], rows[-1]
+    few, quick = ours.in_order <= AIM, ours.p99_s <= plain.p99_s
+    met = "met" if few and quick else "NOT met"
+    return (
+        f"aim {met}: loads {ours.in_order:.2f} × in order ({'' if few else 'not '}within {AIM}), "
+        f"p99 wait {ours.p99_s / plain.p99_s:.2f} × FIFO's ({'no ' if quick else ''}worse)"
     )
 
 
@@ -167,6 +202,7 @@ def _table(title: str, rows: list[Row]) -> None:
             f"{row.policy:<8}{row.loads:>12,}{row.in_order:>12.2f}{row.any_order:>12.2f}{row.p50_s:>12,.0f}"
             f"{row.p99_s:>12,.0f}{row.mean_s:>12,.0f}{row.longest_s:>12,.0f}{100 * row.busy:>12.1f}"
         )
+    print(verdict(rows))
 
 
 def _options() -> argparse.Namespace:

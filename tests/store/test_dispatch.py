@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import event
 
 from orchestrator.errors import WorkerExists, WorkerLost, WorkerNotFound
-from orchestrator.store import dispatch, registry, schema
+from orchestrator.pools import PoolSpec
+from orchestrator.store import crews, dispatch, pools, registry, schema
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.dispatch import Claiming, Fetch
 from orchestrator.store.nodes import NO_NODE, Worker
@@ -72,6 +73,40 @@ def test_those_who_wait_are_told_once_a_job_and_the_dead_at_once(db):
     assert "nobody" in db.read(lambda conn: dispatch.openings(conn, waiting))
 
 
+def close_pool(db, state="draining"):
+    db.write(lambda conn: conn.execute(schema.worker_pools.update().values(status=state)))
+
+
+@pytest.mark.parametrize("state", ["draining", "stopped", "evicted"])
+def test_a_closed_pool_gives_no_jobs_and_says_why(db, state):
+    db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="gold")))
+    remote, _ = enlist(db, pool="gold"), submit(db, 2, pool_id="gold")
+    assert len(remote.fetch()) == 1
+    close_pool(db, state)
+    assert remote.fetch() == []
+    assert db.read(lambda conn: dispatch.why_none(conn, remote.worker_id)) == f"pool gold is {state}"
+    # Woken for what it does not get, it would ask again and again.
+    assert db.read(lambda conn: dispatch.openings(conn, [remote.worker_id])) == set()
+    close_pool(db, "running")
+    assert len(remote.fetch()) == 1
+
+
+def test_a_drained_node_gives_no_jobs_and_says_why(db):
+    hire(db)
+    remote, elsewhere = enlist(db, node="node-1"), enlist(db)
+    submit(db, 3)
+    assert len(remote.fetch()) == 1
+    db.write(lambda conn: crews.drain_nodes(conn, ["node-1"], 60.0))
+    assert remote.fetch() == []
+    both = [remote.worker_id, elsewhere.worker_id]
+    assert [db.read(lambda conn, w=w: dispatch.why_none(conn, w)) for w in both] == ["node node-1 is drained", None]
+    assert db.read(lambda conn: dispatch.openings(conn, both)) == {elsewhere.worker_id}
+    assert len(elsewhere.fetch()) == 1
+    db.write(lambda conn: crews.resume_nodes(conn, ["node-1"]))
+    assert len(remote.fetch()) == 1
+    assert db.read(lambda conn: dispatch.why_none(conn, "nobody")) is None
+
+
 @contextmanager
 def neighbour_of(db):
     """A transaction of somebody else that lasts; the server would end it after a second."""
@@ -120,7 +155,7 @@ def test_of_two_that_find_an_id_free_one_gets_it(maria_db):
     overtaken: list[bool] = []
 
     def overtake(_conn, _cursor, statement, *_rest):
-        if statement.startswith("INSERT INTO workers") and not overtaken:
+        if statement.startswith(("DELETE FROM workers", "INSERT INTO workers")) and not overtaken:
             overtaken.append(True)
             maria_db.write(lambda conn: registry.register(conn, worker))
 

@@ -179,6 +179,37 @@ def test_a_process_that_uses_more_than_the_newer_lease_is_held(db):
     assert gpu_row(db).quarantined_at is not None
 
 
+def test_a_process_under_a_lease_that_ended_after_the_sample_is_no_reason_for_quarantine(db):
+    """The sample shows what it used then: while the transaction waited, the second lease ended too."""
+    hand = hire(db, gpu())
+    first = ask(db, 4000, node_id="node-1", pid=77)
+    release(db, first)
+    second = ask(db, 4000, node_id="node-1", pid=77)
+    age(db, 60.0)
+    taken_at, sample = time.monotonic(), [gpu(used_mb=3000, processes=(process(pid=77),))]
+    release(db, second)
+    node, gate = ("node-1", [hand.worker_id]), Gate(GATE_PCT)
+    db.write(lambda conn: inventory.take_stock(conn, *node, sample, gate, (), 10.0, taken_at=taken_at))
+    assert gpu_row(db).quarantined_at is None
+    assert gpu_row(db).leased_mb == 4000  # nobody has looked since it ended
+
+
+def test_a_process_under_a_lease_that_still_may_take_its_time_is_no_reason_for_quarantine(db):
+    """Two leases of one program; the first one's end was not seen for long, as the driver did not answer."""
+    hand = hire(db, gpu())
+    first, second = (ask(db, 4000, node_id="node-1", pid=77) for _ in range(2))
+    release(db, first)
+    age(db, 60.0)
+    release(db, second)
+    held = gpu(used_mb=3000, processes=(process(pid=77),))
+    hand.sees(held)
+    assert gpu_row(db).quarantined_at is None
+    assert gpu_row(db).leased_mb == 4000
+    age(db, 60.0)
+    hand.sees(held)
+    assert gpu_row(db).quarantined_at is not None
+
+
 def test_a_lease_that_ran_out_does_not_wait_for_other_jobs_of_its_worker(db):
     """The database was away for longer than a lease lives; the worker lives, and goes on with other jobs."""
     hand = hire(db, gpu())
@@ -200,7 +231,11 @@ def test_a_sample_older_than_the_end_of_a_lease_does_not_prove_its_processes_gon
 
     def look(age_s):
         gate, taken_at = Gate(GATE_PCT), time.monotonic() - age_s
-        db.write(lambda conn: inventory.take_stock(conn, hand.worker, hand.gpus, gate, (), 10.0, taken_at=taken_at))
+        db.write(
+            lambda conn: inventory.take_stock(
+                conn, "node-1", [hand.worker_id], hand.gpus, gate, (), 10.0, taken_at=taken_at
+            )
+        )
 
     look(age_s=30.0)  # taken before the process had any memory
     assert gpu_row(db).leased_mb == 4000
@@ -218,7 +253,11 @@ def test_a_sample_that_took_long_does_not_prove_that_processes_stayed_so_long(db
 
     def look(age_s):
         gate, taken_at = Gate(GATE_PCT), time.monotonic() - age_s
-        db.write(lambda conn: inventory.take_stock(conn, hand.worker, sample, gate, (), 10.0, taken_at=taken_at))
+        db.write(
+            lambda conn: inventory.take_stock(
+                conn, "node-1", [hand.worker_id], sample, gate, (), 10.0, taken_at=taken_at
+            )
+        )
 
     look(age_s=5.0)
     assert gpu_row(db).quarantined_at is None

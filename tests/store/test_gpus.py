@@ -51,6 +51,34 @@ def age(db, column, seconds):
 # --- samples ---
 
 
+@pytest.mark.parametrize(
+    ("said", "stored"),
+    [
+        ({"used_mb": 2**40}, {"used_mb": 2**31 - 1}),
+        ({"used_mb": -1}, {"used_mb": 0}),
+        ({"total_mb": 2**40}, {"total_mb": 2**31 - 1}),
+        ({"index": 10**11}, {"gpu_index": 2**31 - 1}),
+        ({"temperature_c": 10**12}, {"temperature_c": 2**31 - 1}),
+        ({"temperature_c": -(10**12)}, {"temperature_c": -(2**31) + 1}),
+        ({"utilization": float("nan")}, {"utilization": None}),
+        ({"utilization": float("inf")}, {"utilization": None}),
+        ({"name": "A100 \udcff"}, {"name": "A100 ?"}),
+        ({"name": "x" * 300}, {"name": "x" * 255}),
+        ({"health": Health.LOST, "health_reason": "\ud800" * 300}, {"health_reason": "?" * 255}),
+    ],
+)
+def test_what_no_row_can_hold_does_not_fail_the_heartbeat(db, said, stored):
+    hire(db).sees(gpu(1), replace(gpu(), **said))
+    assert len(rows(db, schema.gpus)) == 2
+    assert {name: getattr(one(db), name) for name in stored} == stored
+
+
+@pytest.mark.parametrize("uuid", ["U" * 65, "GPU-\ud800"])
+def test_a_gpu_that_no_row_can_name_is_left_out(db, uuid):
+    hire(db).sees(gpu(1), gpu(uuid=uuid))
+    assert [row.gpu_uuid for row in rows(db, schema.gpus)] == ["GPU-1"]
+
+
 def test_a_sample_of_many_gpus_is_one_write_and_news_of_each(db):
     record(db, *[gpu(n, used_mb=n) for n in range(8)])
     with traffic(db) as seen:

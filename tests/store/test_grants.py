@@ -6,12 +6,13 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import select, update
 
+from orchestrator.errors import DatabaseUnavailable
 from orchestrator.gpu import Health
-from orchestrator.leases import RETRY_AFTER_S, Denied, Granted, LeaseRequest, Terms
+from orchestrator.leases import RETRY_AFTER_S, Denied, Granted, LeaseRequest, Terms, model_lease_key
 from orchestrator.placement import Policy, Reason, look
 from orchestrator.store import gpus, grants, leases, schema
 from orchestrator.store.dialect import utc_now, utc_shift
-from tests.factories import STALE_S, gpu, hire, rows
+from tests.factories import STALE_S, active_leases, gpu, hire, rows
 
 
 def terms() -> Terms:
@@ -222,6 +223,41 @@ def test_answers_that_were_lost_again_and_again_do_not_stand_in_the_way_of_the_l
     assert leased(db) == {"GPU-0": 6000}
     (active,) = [lease for lease in rows(db, schema.leases) if lease.state == "active"]
     assert active.token == answer.key
+
+
+def for_model(hand, slot):
+    mine = {"worker_id": hand.worker_id, "node_id": "node-1", "slot": slot, "model_key": model_lease_key(slot)}
+    return request(6000, model_id="m", job_type="echo", **mine)
+
+
+@pytest.mark.parametrize("lost", [1, 3, 50])  # within one try, and so often that the try is given up
+def test_a_models_lease_whose_answer_was_lost_does_not_stay_for_ever(db, lose_commits, lost):
+    """Its worker does not know it, and renews it with all others: only who asks again for that slot can end it."""
+    hand = hire(db, gpu(total_mb=20_000))
+    first = grants.grant_model(db, for_model(hand, "w#1"), terms())
+    assert isinstance(first, Granted)
+    lose_commits(lost)
+    try:
+        grants.grant_model(db, for_model(hand, "w#2"), terms())
+    except DatabaseUnavailable:
+        assert lost == 50
+    lose_commits(0)
+    assert leased(db) == {"GPU-0": 12_000}
+    again = grants.grant_model(db, for_model(hand, "w#2"), terms())
+    assert isinstance(again, Granted)
+    assert {lease.token for lease in active_leases(db)} == {first.key, again.key}
+    assert leased(db) == {"GPU-0": 12_000}
+
+
+def test_a_lease_that_is_ending_is_not_ended_by_who_asks_for_its_slot(db):
+    """Its processes may hold the memory still."""
+    hand = hire(db, gpu(total_mb=20_000))
+    first = grants.grant_model(db, for_model(hand, "w#1"), terms())
+    assert isinstance(first, Granted)
+    db.write(lambda conn: leases.let_go(conn, [first.key], "spent"))
+    grants.grant_model(db, for_model(hand, "w#1"), terms())
+    assert first.key in {lease.token for lease in active_leases(db)}
+    assert leased(db) == {"GPU-0": 12_000}
 
 
 def test_nothing_is_granted_on_a_gpu_that_was_never_well(db):

@@ -1,12 +1,14 @@
 """Hot statements: the driver executes them, and everything else is as if SQLAlchemy had."""
 
+from datetime import datetime
+
 import pytest
 from sqlalchemy import event, select, update
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator.store import schema
 from orchestrator.store.hot import Hot, insert_rows
-from tests.factories import row, submit, traffic
+from tests.factories import row, rows, submit, traffic
 
 NOTE = Hot(
     lambda ids: update(schema.jobs).where(schema.jobs.c.job_id.in_(ids)).values(wait_reason="noted", updated_at=None)
@@ -64,3 +66,25 @@ def test_an_error_that_is_not_the_drivers_stays_what_it_is(db):
             db.write(lambda conn: NOTE.run(conn, ["a"]))
     finally:
         event.remove(db.engine, "do_execute", refuse)
+
+
+@pytest.mark.parametrize("value", ["plain", "100 % sure, %s %d", 'it\'s \\ "quoted"', "", "ä€😀", None])
+def test_what_many_rows_have_in_common_is_stored_in_each(db, value):
+    events = [{"event_type": "shared", "job_id": f"j-{n}", "actor": value} for n in range(20)]
+    db.write(lambda conn: insert_rows(conn, schema.audit, events))
+    assert {(one.job_id, one.actor) for one in rows(db, schema.audit)} == {(f"j-{n}", value) for n in range(20)}
+
+
+def test_many_rows_that_are_all_the_same_are_as_many(db):
+    db.write(lambda conn: insert_rows(conn, schema.audit, [{"event_type": "100 %"}] * 20))
+    assert [one.event_type for one in rows(db, schema.audit)] == ["100 %"] * 20
+
+
+def test_what_many_rows_have_in_common_is_written_once(maria_db):
+    moment = datetime(2026, 1, 2, 3, 4, 5, 6)  # noqa: DTZ001 - as the schema has them
+    lanes = [{"lane": f"lane-{n}", "created_at": moment} for n in range(10)]
+    with traffic(maria_db) as seen:
+        maria_db.write(lambda conn: insert_rows(conn, schema.lanes, lanes))
+    (insert,) = [statement for statement in seen.statements if statement.startswith("INSERT")]
+    assert insert.count("%s") == 10
+    assert {one.created_at for one in rows(maria_db, schema.lanes)} == {moment}

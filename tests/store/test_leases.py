@@ -399,7 +399,9 @@ def test_a_sample_taken_before_a_lease_ended_does_not_show_its_processes_gone(db
     def record(taken_at):
         sample = [gpu(0, total_mb=10_000)]
         db.write(
-            lambda conn: inventory.take_stock(conn, node.worker, sample, Gate(90), (), 60.0, taken_at=taken_at),
+            lambda conn: inventory.take_stock(
+                conn, "node-1", [node.worker_id], sample, Gate(90), (), 60.0, taken_at=taken_at
+            ),
         )
 
     record(before - 0.1)
@@ -412,7 +414,11 @@ def test_a_sample_taken_before_a_lease_ended_does_not_show_its_processes_gone(db
 def test_a_sample_is_as_old_as_the_question_not_as_its_row(db):
     node = hire(db)
     taken_at = time.monotonic() - STALE_S - 1
-    db.write(lambda conn: inventory.take_stock(conn, node.worker, [gpu(0)], Gate(90), (), 60.0, taken_at=taken_at))
+    db.write(
+        lambda conn: inventory.take_stock(
+            conn, "node-1", [node.worker_id], [gpu(0)], Gate(90), (), 60.0, taken_at=taken_at
+        )
+    )
     (answer,) = grant(db, request(1000))
     assert (answer.code, leased(db)) == (Reason.STALE, [0])
 

@@ -97,7 +97,7 @@ def test_microseconds_and_constraints_arrive(empty_database):
     columns = {column["name"]: column["type"] for column in inspect(db.engine).get_columns("orchestrator_jobs")}
     assert getattr(columns["created_at"], "fsp", 6) == 6
     with pytest.raises(DBAPIError, match="ck_caps_in_use"), db.engine.begin() as connection:
-        connection.execute(text("INSERT INTO concurrency_caps VALUES ('key', -1, 1)"))
+        connection.execute(text("INSERT INTO concurrency_caps VALUES ('key', -1)"))
 
 
 def test_upgrading_twice_changes_nothing(empty_database):

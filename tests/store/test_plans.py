@@ -8,12 +8,13 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import event, insert, text
 
-from orchestrator.jobs import ErrorKind, Status
+from orchestrator.jobs import ErrorKind, Queued, Status
 from orchestrator.store import (
     audit,
-    crews,
+    blocked,
     dead_letters,
     dispatch,
+    gates,
     gpus,
     job_reads,
     leadership,
@@ -65,7 +66,12 @@ def crowd(db) -> Hand:
     owned("running", None, 40, "other", worker_id="somebody-else")
     owned("pending", "ready", 300, "dated", expires_at=lambda i: moment(i) + timedelta(days=9))
     owned("pending", "ready", 10, "overdue", expires_at=moment)
+    owned("pending", "ready", 300, "calm", start_by=lambda i: moment(i) + timedelta(days=9))
+    owned("pending", "ready", 10, "near", start_by=moment)
+    owned("pending", "announced", 10, "near-announced", start_by=moment)
+    owned("pending", "ready", 300, "elsewhere", lane="idle-later", start_by=moment)
     owned("running", None, 10, "late", worker_id="somebody-else", expires_at=moment)
+    owned("pending", "blocked", 500, "gated", blocked_on=lambda i: ("capacity", "quiet")[i % 2], cost_units=1.0)
     owned("dead_letter", None, LETTERS, "dead", type=lambda i: f"type-{i % 7}")
     db.write(
         lambda conn: conn.execute(
@@ -130,6 +136,7 @@ def crowd(db) -> Hand:
             ],
         )
     )
+    db.write(lambda conn: conn.execute(insert(schema.lanes), [{"lane": "default"}, {"lane": "idle"}]))
     leadership.ensure_row(db, "leader")
     return hand
 
@@ -137,9 +144,14 @@ def crowd(db) -> Hand:
 #: name → (call, index, most rows read)
 HOT = {
     "publisher take": (lambda c, _: outbox.take(c, "default", 100), "ix_jobs_queue", 100),
+    "urgent": (
+        lambda c, _: outbox.take(c, "default", 100, outbox.Urgent(50, 10.0)),
+        "ix_jobs_start_by",
+        21,  # those that are near, of this lane, and announced ones among them
+    ),
     "dispatchable, announced": (lambda c, _: dispatch.look(c, "default", 40), "ix_jobs_queue", 40),
     "dispatchable, ready": (
-        lambda c, _: list(dispatch._QUEUES[1].rows(c, of_lane="default", most=40)),
+        lambda c, _: list(dispatch._QUEUES[Queued.READY].rows(c, of_lane="default", most=40)),
         "ix_jobs_queue",
         50,  # and those that are overdue
     ),
@@ -149,7 +161,7 @@ HOT = {
         16,
     ),
     "promote_due": (lambda c, _: outbox.promote_due(c, 100), "ix_jobs_due", 11),
-    "announced": (lambda c, _: outbox.announced(c, "default", 5.0, 100), "ix_jobs_queue", 61),
+    "announced": (lambda c, _: outbox.announced(c, "default", 5.0, 100), "ix_jobs_queue", 71),
     "claim": (
         lambda c, h: claim_jobs(c, h.by, [f"ready-{i:06}" for i in range(16)], lambda _type: 0),
         "PRIMARY",
@@ -180,14 +192,19 @@ HOT = {
     "page by agent": (lambda c, _: job_reads.page(c, Filter(agent="agent-3"), 50, None), "ix_jobs_agent", 51),
     "overdue": (lambda c, _: withdraw.expire_overdue(c, 100), "ix_jobs_expiry", 21),  # and those that run, late
     "to stop": (
-        lambda c, h: withdraw.to_stop(c, h.worker_id, [f"mine-{i:06}" for i in range(16)]),
+        lambda c, h: withdraw.to_stop(c, [h.worker_id], [f"mine-{i:06}" for i in range(16)]),
         "PRIMARY",
         16,
     ),
     "lease expiry": (lambda c, _: leases.purge(c, 100), "ix_leases_expiry", 11),
     "worker liveness": (lambda c, _: nodes.declare_lost(c, 60.0, 100), "ix_workers_liveness", 6),
-    "demand of a pool": (lambda c, _: crews._in_demand(c, ["default"]), "ix_jobs_queue", 2),
-    "no demand of a pool": (lambda c, _: crews._in_demand(c, ["idle"]), "ix_jobs_queue", 1),
+    "waiting at a gate": (
+        lambda c, _: blocked.first_rows(c, "capacity", 50, schema.jobs.c.job_id),
+        "ix_jobs_blocked",
+        50,
+    ),
+    "units of what is owned": (lambda c, _: gates.owned_units(c, ()), "ix_jobs_status", 70),
+    "oldest pending": (lambda c, _: job_reads._oldest_pending_s(c), "ix_jobs_status", 1),
     "audit of a job": (lambda c, _: audit.of_job(c, "done-000007"), "ix_audit_job", 7),
 }
 
@@ -272,8 +289,8 @@ _KEYS = [f"{i:064}" for i in range(8)]
 #: name → (call, index of the leases, most leases read); their shares are read by the key of each
 LEASES_READ = {
     "holders": (lambda c, h: gpus.holders(c, "node-1"), "ix_leases_node", 20),
-    "endings": (lambda c, h: leases._endings(c, "node-1"), "ix_leases_node", 20),
-    "evicted": (lambda c, h: residency.evicted(c, h.worker_id, "node-1", ()), "ix_leases_node", 20),
+    "shares": (lambda c, h: leases._shares(c, "node-1"), "ix_leases_node", 20),
+    "evicted": (lambda c, h: residency.evicted(c, "node-1", [h.worker_id], ()), "ix_leases_node", 20),
     "idle models of a node": (lambda c, h: residency._idle(c, "node-1"), "ix_leases_node", 20),
     "idle models": (lambda c, h: residency._idle(c, None), "ix_leases_expiry", 400),
     "warm nodes": (lambda c, h: residency.warm_nodes(c, {"m"}), "ix_leases_expiry", 400),
@@ -338,6 +355,37 @@ def test_a_look_for_overruns_reads_what_is_owned_and_never_the_history(crowded):
     assert worker["key"] == "PRIMARY", dict(worker)
 
 
+def test_which_lanes_have_work_is_one_row_for_each_and_not_their_backlog(crowded):
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, lambda conn: outbox.lanes_with(conn, Queued.READY, Queued.ANNOUNCED))
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    backlogs = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert [backlog["key"] for backlog in backlogs] == ["ix_jobs_queue"] * 2, plan
+    assert all(float(backlog["r_rows"] or 0) <= 1 for backlog in backlogs), plan
+    assert crowded.db.read(lambda conn: outbox.lanes_with(conn, Queued.READY)) == ["default"]
+
+
+#: name → (call, index, most rows read)
+COUNTED = {
+    "depth of a lane": (lambda c: gates.waiting_in(c, "default", 100), "ix_jobs_queue", 101),
+    "jobs of a status": (lambda c: job_reads._counted(c, Status.DONE, 100), "ix_jobs_status", 101),
+    "unfinished": (lambda c: job_reads._unfinished(c, Status.PENDING, 100), "ix_jobs_status", 101),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_count_stops_at_its_limit(crowded, name):
+    call, index, most = COUNTED[name]
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, call)
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    (step,) = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert step["key"] == index, dict(step)
+    assert float(step["r_rows"]) <= most, dict(step)
+
+
 def test_the_second_page_reads_no_more_than_the_first(crowded):
     engine = crowded.db.engine
     for wanted in (Filter(), Filter(status=Status.DONE), Filter(agent="agent-3")):
@@ -353,12 +401,12 @@ def test_the_second_page_reads_no_more_than_the_first(crowded):
     "name",
     [
         "publisher take",
+        "urgent",
         "promote_due",
         "announced",
         "overdue",
         "dispatchable, announced",
         "dispatchable, ready",
-        "demand of a pool",
     ],
 )
 def test_the_queue_is_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):

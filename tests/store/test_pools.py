@@ -20,6 +20,7 @@ from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_shift
 from tests.factories import hire, rows, submit, traffic
 from tests.waiting import wait_until
+from worker.supervisor import Supervisor
 
 TIMEOUT_S = 30.0
 
@@ -103,6 +104,7 @@ def test_what_operators_do_and_what_is_told_of_it(db):
     db.write(lambda conn: pools.change(conn, "gold", PoolChange(desired_workers=2), "bob"))
     db.write(lambda conn: pools.change(conn, "gold", PoolChange(model_id="b"), "bob"))
     assert drain(db, 5.0) is PoolState.DRAINING
+    assert drain(db, 1.0) is PoolState.DRAINING
     assert db.write(lambda conn: pools.evict(conn, "gold")) is PoolState.EVICTED
     db.write(lambda conn: pools.forget(conn, "gold"))
     assert told(db) == [
@@ -110,6 +112,7 @@ def test_what_operators_do_and_what_is_told_of_it(db):
         ("pool.changed", {"desired_workers": [1, 2]}),
         ("pool.swapped", {"model_id": ["a", "b"]}),
         ("pool.draining", {"timeout_seconds": 5.0}),
+        ("pool.draining", {"timeout_seconds": 1.0}),
         ("pool.evicted", None),
         ("pool.deleted", None),
     ]
@@ -151,6 +154,19 @@ def test_what_is_refused(db):
     db.write(lambda conn: pools.forget(conn, "gold"))
 
 
+def test_a_pool_has_so_many_slots_and_one_that_has_more_can_be_made_smaller(db):
+    create(db, desired_workers=8, max_workers=8, slots=512)
+    with pytest.raises(InvalidInput, match="max_workers times slots must not exceed 4096"):
+        db.write(lambda conn: pools.change(conn, "gold", PoolChange(max_workers=9)))
+    with pytest.raises(ValueError, match="desired_workers times slots must not exceed 4096"):
+        PoolSpec(desired_workers=4096, slots=2)
+    db.write(lambda conn: conn.execute(update(schema.worker_pools).values(desired_workers=512, max_workers=None)))
+    with pytest.raises(InvalidInput, match="desired_workers times slots"):
+        db.write(lambda conn: pools.change(conn, "gold", PoolChange(hold_seconds=1)))
+    db.write(lambda conn: pools.change(conn, "gold", PoolChange(desired_workers=2)))
+    assert get(db)["desired_workers"] == 2
+
+
 def test_a_pool_is_found_among_thousands(db):
     some = [{"pool_id": f"pool-{n:05}", "status": "stopped"} for n in range(1500)]
     db.write(lambda conn: conn.execute(insert(schema.worker_pools), some))
@@ -159,6 +175,49 @@ def test_a_pool_is_found_among_thousands(db):
     assert [pool["pool_id"] for pool in page] == [f"pool-{n:05}" for n in range(1495, 1500)]
     assert db.read(pools.counts) == {"stopped": 1500}
     assert db.read(lambda conn: pools.open_ids(conn, 10)) == []
+
+
+def test_a_pool_of_a_deleted_ones_name_begins_with_a_revision_that_nobody_has_seen(db):
+    """Whoever still serves the old one must not pass for a worker of the new: its model is another."""
+    for revision in (1, 3):
+        create(db, model_id="a")
+        assert get(db)["revision"] == revision
+        db.write(lambda conn: pools.change(conn, "gold", PoolChange(model_id="b")))
+        db.write(lambda conn: pools.evict(conn, "gold"))
+        db.write(lambda conn: pools.forget(conn, "gold"))
+    create(db, "other")
+    assert (get(db, "other")["revision"], look(db).assigned) == (1, {})
+
+
+def test_what_is_left_of_a_deleted_pool_is_no_place_of_the_next(db):
+    supervised(db)
+    create(db)
+    db.write(lambda conn: pools.evict(conn, "gold"))
+    db.write(lambda conn: pools.forget(conn, "gold"))
+    create(db)
+    assert (look(db).assigned, get(db)["assignments"]) == ({}, [])
+    reconcile(db)
+    assert assigned(db) == {("node-1", 2): 1}
+
+
+def test_deleting_a_pool_does_not_open_its_lane_to_a_worker_started_for_it(db):
+    """It left when the pool was evicted, and its process is still there."""
+    supervisor = Supervisor(db.settings.model_copy(update={"worker_pool": "gold"}))
+
+    def posts():
+        supervisor._look()
+        return [duty.post.key for duty in supervisor._duties if duty.leave_s is None]
+
+    assert posts() == [("gold", 0)]  # a lane without a pool
+    create(db)
+    assert posts() == [("gold", 1)]
+    db.write(lambda conn: pools.evict(conn, "gold"))
+    assert posts() == []
+    db.write(lambda conn: pools.forget(conn, "gold"))
+    assert posts() == []
+    create(db)
+    assert posts() == [("gold", 2)]
+    supervisor._node.close()
 
 
 # --- claims ---

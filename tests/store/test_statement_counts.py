@@ -5,7 +5,8 @@ from sqlalchemy import insert
 
 from orchestrator.gpu import GpuProcess
 from orchestrator.leases import Denied, LeaseRequest, Remains, ResidentSlot, Terms
-from orchestrator.store import dead_letters, grants, outbox, schema, withdraw
+from orchestrator.pools import PoolSpec
+from orchestrator.store import crews, dead_letters, grants, outbox, pools, schema, withdraw
 from orchestrator.store.claim import Claim
 from orchestrator.store.dispatch import Claiming, Fetch
 from orchestrator.store.reports import Sign
@@ -26,6 +27,16 @@ def test_submitting_500_jobs(db):
         submit_jobs(db, batch, POLICY)
     assert len(statements(seen)) <= 6, seen.statements
     assert seen.commits == 1
+
+
+def test_a_look_at_20_pools(db):
+    for number in range(20):
+        spec = PoolSpec(pool_id=f"pool-{number}", type="echo")
+        db.write(lambda conn, spec=spec: pools.create(conn, spec))
+        submit(db, pool_id=f"pool-{number}")
+    with traffic(db) as seen:
+        assert all(view.in_demand for view in db.write(crews.look))
+    assert len(statements(seen)) <= 4, seen.statements
 
 
 @pytest.mark.parametrize("fields", [{}, {"deadline_at": "2999-01-01T00:00:00Z"}])
@@ -116,8 +127,8 @@ def test_8_http_workers_that_claim_at_once_share_the_looks(db):
     with traffic(db) as seen:
         answers = db.write(Claiming(fetches, claimant))
     assert [len(answer) for answer in answers] == [2] * 8
-    # The workers, two looks, the lock; each reads and takes its own; one audit.
-    assert len(statements(seen)) <= 4 + 8 * 2 + 1, seen.statements
+    # The workers, two looks, the lock; each reads and takes its own; one audit; the lane's clock.
+    assert len(statements(seen)) <= 4 + 8 * 2 + 2, seen.statements
     assert seen.commits == 1
 
 

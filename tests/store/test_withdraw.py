@@ -250,10 +250,10 @@ def test_a_worker_learns_which_of_its_jobs_to_stop(db):
     for claim in (mine[0], mine[2], *theirs):
         cancelled(db, claim.job_id)
     ids = [claim.job_id for claim in (*mine, *theirs)]
-    found = db.read(lambda conn: to_stop(conn, hand.worker_id, ids))
+    found = db.read(lambda conn: to_stop(conn, [hand.worker_id], ids))
     assert sorted(found) == sorted((claim.job_id, 1) for claim in (mine[0], mine[2]))
-    assert db.read(lambda conn: to_stop(conn, hand.worker_id, ids[1:2])) == []
-    assert db.read(lambda conn: to_stop(conn, hand.worker_id, [])) == []
+    assert db.read(lambda conn: to_stop(conn, [hand.worker_id], ids[1:2])) == []
+    assert db.read(lambda conn: to_stop(conn, [hand.worker_id], [])) == []
 
 
 # --- deadlines ---

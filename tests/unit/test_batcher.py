@@ -61,6 +61,37 @@ def test_what_arrives_during_a_flush_goes_into_the_next_one_together(batchers):
     assert door.batches == [[0], [1, 2, 3, 4, 5]]
 
 
+def test_flushers_that_go_alone_leave_the_rest_for_one_batch(batchers):
+    door, alone = Door(), True
+    batcher = batchers(door, flushers=3, alone=lambda: alone)
+    futures = [batcher.submit(0)]
+    door.wait_entered()
+    futures += [batcher.submit(n) for n in (1, 2, 3)]
+    door.open(2)
+    assert [future.result(WAIT_S) for future in futures] == [0, 1, 2, 3]
+    assert door.batches == [[0], [1, 2, 3]]
+    alone = False
+    futures = [batcher.submit(n) for n in (4,)]
+    door.wait_entered()
+    door.wait_entered()
+    futures.append(batcher.submit(5))
+    door.wait_entered()
+    assert sorted(door.batches[2:]) == [[4], [5]]
+    door.open(2)
+    assert [future.result(WAIT_S) for future in futures] == [4, 5]
+
+
+def test_flushers_that_go_alone_all_end(batchers):
+    door = Door()
+    batcher = batchers(door, flushers=3, alone=lambda: True)
+    futures = [batcher.submit(0)]
+    door.wait_entered()
+    futures.append(batcher.submit(1))
+    door.open(2)
+    assert batcher.close(WAIT_S)
+    assert [future.result(0) for future in futures] == [0, 1]
+
+
 def test_one_bad_item_fails_alone(batchers):
     def flush(items):
         if 13 in items:

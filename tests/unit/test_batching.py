@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing import Pipe
 from selectors import EVENT_READ
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.settle import Outcome
 from orchestrator.stream.lane import Entry
 from orchestrator.tally import Sizes
-from worker import Cancelled, Permanent, Retry, Skip, answers, handler, wire
+from worker import Cancelled, Permanent, Retry, Skip, answers, handler
 from worker.flags import Flags
 from worker.handlers import Batching
 from worker.intake import Intake
@@ -29,6 +28,7 @@ from worker.process import SlotProcess
 from worker.run import Run
 from worker.session import Session
 from worker.slots import SlotEvents, SlotPool
+from worker.wire import Channel
 
 # --- waiting for company ---
 
@@ -122,12 +122,23 @@ def test_what_was_read_before_a_fault_is_not_forgotten_over_what_comes():
 def test_what_was_put_back_is_announced_at_once():
     nudged: list[str] = []
     session: Any = SimpleNamespace(
-        _publisher=SimpleNamespace(nudge=nudged.append), _lane=SimpleNamespace(name="default"), _keepalive=None
+        _publisher=SimpleNamespace(nudge=nudged.append), _lane=SimpleNamespace(name="default")
     )
     Session._denied(session, [NotClaimed("no handler")])
     assert nudged == []
     Session._denied(session, [NotClaimed("no slot", put_back=True)])
     assert nudged == ["default"]
+
+
+def test_a_lane_is_refilled_when_it_was_emptied_and_only_looked_at_while_it_is_empty():
+    nudged, idle = list[str](), list[str]()
+    session: Any = SimpleNamespace(
+        _publisher=SimpleNamespace(nudge=nudged.append, idle=idle.append), _lane=SimpleNamespace(name="default")
+    )
+    Session._read(session, 0, True)
+    assert (nudged, idle) == ([], ["default"])
+    Session._read(session, 2, True)
+    assert (nudged, idle) == (["default"], ["default"])
 
 
 # --- what handlers say ---
@@ -223,10 +234,13 @@ def test_of_several_nobody_is_charged_with_a_crash():
 @pytest.fixture
 def slot():
     """Its process is long gone: signals reach nobody."""
-    found = SlotProcess(SimpleNamespace(pid=2**22 + 1), None, -1, Flags(), "w#1", ready=True)  # type: ignore[arg-type]
+    ours, theirs = Channel.pair()
+    found = SlotProcess(SimpleNamespace(pid=2**22 + 1), ours, Flags(), "w#1", ready=True)  # type: ignore[arg-type]
     found.take(claims(None, None, None))
     yield found
     found.flags.close()
+    ours.close()
+    theirs.close()
 
 
 def test_a_cancel_reaches_the_one_that_is_meant(slot):
@@ -257,16 +271,16 @@ def test_if_nobody_wants_it_any_more_it_is_told_to_stop(slot):
 
 
 def test_a_slot_that_speaks_of_a_job_it_does_not_run_is_not_understood(slot):
-    ours, theirs = Pipe()
+    ours, theirs = Channel.pair()
     told: Any = SlotEvents(*[lambda *_given: None] * 5)
     lifeline = Lifeline()
     pool = SlotPool(1, "w", [], {}, told, 1.0, lifeline)
     slot.pipe = ours
     pool._selector.register(ours, EVENT_READ, slot)
-    wire.send(theirs, {"progress": [0.5, ""], "place": 2})
+    theirs.send({"progress": [0.5, ""], "place": 2})
     pool._hear(slot)
     assert not slot.dying
-    wire.send(theirs, {"progress": [0.5, ""], "place": 3})
+    theirs.send({"progress": [0.5, ""], "place": 3})
     pool._hear(slot)
     assert slot.dying
     pool._selector.close()

@@ -14,10 +14,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import COMMANDS, gpuorch, output, run
+from orchestrator.cli import COMMANDS, dev, gpuorch, output, run
 from orchestrator.cli import pools as pools_command
+from orchestrator.cli.servers import stop_on_sigterm, undisturbed
 from orchestrator.embedded import DataDir
 from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.settings import Settings
 from tests.servers import free_port
 from tests.waiting import wait_until
 
@@ -54,6 +56,29 @@ def test_ctrl_c_while_its_libraries_are_imported_is_quiet(tmp_path):
     (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
     ended = command("dev", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_end_of_what_must_not_be_disturbed(number):
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    stop_on_sigterm()
+    finished = False
+    try:
+        with pytest.raises(KeyboardInterrupt), undisturbed():
+            signal.raise_signal(number)
+            finished = True
+        assert finished
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_an_error_inside_comes_before_the_signal():
+    with pytest.raises(ValueError, match="first"), undisturbed():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("first")
 
 
 # --- usage ---
@@ -279,7 +304,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    do_POST = do_PATCH = do_DELETE = do_GET  # noqa: N815 - the names that the library looks for
+    do_POST = do_PATCH = do_PUT = do_DELETE = do_GET  # noqa: N815 - the names that the library looks for
 
     def log_message(self, *args):
         pass
@@ -331,7 +356,8 @@ def test_submit_sends_what_was_given_and_nothing_else(server, capsys, tmp_path):
     flags = ["--payload", "@payload.json", "--priority", "high", "--min-memory-mb", "5", "--job-id", "j"]
     assert run(["jobs", "submit", "echo", *flags, "--url", server.url]) == 0
     bodies = [body for _, _, body in server.asked]
-    assert bodies[0] == {"type": "echo", "payload": {}}
+    # An id of its own, so that it can be sent again.
+    assert bodies[0].pop("job_id") and bodies[0] == {"type": "echo", "payload": {}}
     assert bodies[1] == {
         "type": "echo",
         "payload": {"a": 1},
@@ -420,6 +446,51 @@ def test_cancel_and_retry(server, capsys):
     assert json.loads(capsys.readouterr().out)["status"] == "cancelled"
     assert [path for _, path, _ in server.asked[:3]] == ["/jobs/a%2Fb/cancel"] * 2 + ["/jobs/a%2Fb/retry"]
     assert {body for _, _, body in server.asked} == {None}
+
+
+@pytest.mark.parametrize(("given", "sent"), [("high", "HIGH"), ("-50", -50), ("7", 7)])
+def test_priority(server, capsys, given, sent):
+    server.answers = [(200, {"job_id": "a", "status": "pending", "priority": 7, "before": 0})]
+    assert run(["jobs", "priority", "a", given, "--url", server.url]) == 0
+    assert capsys.readouterr().out == "a  pending  priority 0 → 7\n"
+    ((_, path, body),) = server.asked
+    assert (path, body) == ("/jobs/a/priority", {"priority": sent})
+
+
+# --- schedules ---
+
+SCHEDULE = {"schedule_id": "s", "cron": "0 3 * * *", "enabled": True, "last_error": None, "next_fire_at": "2030Z"}
+
+
+def test_a_schedule_is_set_shown_fired_and_deleted(server, capsys):
+    server.answers = [
+        (201, SCHEDULE),
+        (200, SCHEDULE),
+        (200, {"schedules": [SCHEDULE], "next_cursor": "s"}),
+        (202, {"schedule_id": "s", "job_id": "schedule:s:x", "status": "pending"}),
+        (200, {"schedule_id": "s", "deleted": True}),
+        (404, {"code": "schedule_not_found", "detail": "no schedule"}),
+    ]
+    flags = ["--cron", "0 3 * * *", "--timezone", "Europe/Berlin", "--payload", '{"a": 1}', "--priority", "high"]
+    assert run(["schedules", "set", "s", "embed", *flags, "--pool", "big", "--disabled", "--url", server.url]) == 0
+    for command in (["show", "s", "--json"], ["list"], ["fire", "s"], ["delete", "s"]):
+        assert run(["schedules", *command, "--url", server.url]) == 0
+    assert run(["schedules", "show", "s", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert "schedule:s:x  pending\ns is deleted\n" in shown.out and "more: --cursor s" in shown.err
+    assert [(method, path.partition("?")[0]) for method, path, _ in server.asked[:5]] == [
+        ("PUT", "/schedules/s"),
+        ("GET", "/schedules/s"),
+        ("GET", "/schedules"),
+        ("POST", "/schedules/s/fire"),
+        ("DELETE", "/schedules/s"),
+    ]
+    assert server.asked[0][2] == {
+        "cron": "0 3 * * *",
+        "timezone": "Europe/Berlin",
+        "enabled": False,
+        "job": {"type": "embed", "pool_id": "big", "priority": "HIGH", "payload": {"a": 1}},
+    }
 
 
 # --- dead letters ---
@@ -684,6 +755,21 @@ def test_tables_fit_the_terminal_and_carry_no_escapes(monkeypatch, capsys):
 
 
 # --- the data directory ---
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        ("sim:1x8192", "SIMULATED GPUs (1x8192 MB): no real one is used"),
+        ("none", "no GPUs"),
+        ("auto", "those that NVML shows here, if any: see gpuorch gpus"),
+        ("nvml", "those that NVML shows here, if any: see gpuorch gpus"),
+    ],
+)
+def test_dev_tells_which_gpus_it_uses(backend, told, capsys):
+    announce = dev._announcer(Settings(gpu_backend=backend))
+    announce("http://127.0.0.1:8008")
+    assert f"GPUs    {told}\n" in capsys.readouterr().out
 
 
 def test_a_data_directory_has_one_holder(tmp_path):

@@ -209,6 +209,15 @@ def test_a_drained_pool_stops_when_its_last_worker_has_left():
     assert (gone.arrow, gone.assigned, gone.reason) == (STOP, {}, None)
 
 
+def test_an_idle_http_worker_is_not_in_the_way_of_the_end_of_a_drain():
+    guest = replace(crew("a"), fetches=True, busy=1)
+    view = pool(state=PoolState.DRAINING, crews=(guest,))
+    working = plan_one(view, nodes("a"))
+    assert (working.arrow, working.reason) == (None, "1 workers have not left yet")
+    idle = plan_one(replace(view, assigned={("a", 1): 1}, crews=(replace(guest, busy=0),)), nodes("a"))
+    assert (idle.arrow, idle.assigned, idle.reason) == (STOP, {}, None)
+
+
 @pytest.mark.parametrize("state", [PoolState.STOPPED, PoolState.EVICTED])
 def test_a_closed_pool_stays_closed_and_forgets_its_places_last(state):
     view = pool(state=state, assigned={("a", 1): 1}, crews=(crew("a"),))

@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pymysql
 import pytest
 import redis
 
+from tests.processes import alive
 from tests.servers import (
     PORTS,
     MariaDB,
@@ -24,14 +24,6 @@ from tests.servers import (
 from tests.waiting import wait_until
 
 STREAM_SERVERS = pytest.mark.parametrize("kind", [Redis, Valkey])
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that its new parent has not collected yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def execute(server: MariaDB, statement: str) -> tuple:

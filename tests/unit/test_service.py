@@ -95,6 +95,16 @@ def test_a_session_that_is_declared_dead_before_its_first_heartbeat_leaves_nothi
     assert service.join(5.0)
 
 
+def test_a_post_without_a_session_is_over_and_says_why(caplog):
+    def new_session(_post: Post) -> FakeSession:
+        raise RuntimeError("can't start new thread")
+
+    service = manned(new_session)
+    assert service.join(5.0)
+    assert not service.leaving
+    assert [(record.message, record.exc_info is not None) for record in caplog.records] == [("post broke", True)]
+
+
 def broken() -> None:
     raise RuntimeError("a bug")
 

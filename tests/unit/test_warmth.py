@@ -59,10 +59,11 @@ def test_a_minimum_comes_before_those_who_wait():
 
 
 def test_workers_are_added_only_while_those_present_would_need_long():
-    short = pool("a", waiting=9, oldest_wait_s=10)
+    short = pool("a", waiting=8, oldest_wait_s=10)
     long = replace(short, waiting=40)
     here = [worker("w", "a", 0, state=State.BUSY)]
     assert started(decided([short], here, gpus=4)) == []
+    assert started(decided([replace(short, waiting=9)], here, gpus=4)) == ["a"]
     assert 1 <= len(started(decided([long], here, gpus=4))) <= 3
     assert started(decided([replace(long, max_workers=1)], here, gpus=4)) == []
 
@@ -78,9 +79,11 @@ def test_a_cold_job_waits_until_a_swap_pays_then_the_least_asked_for_leaves():
     young = decided([*rates, pool("cold", waiting=1, oldest_wait_s=1)], warm, gpus=2)
     assert left(young) == []
     assert "nobody who would leave" in young.sizes["cold"].reason
-    (leave,) = decided([*rates, pool("cold", waiting=1, oldest_wait_s=20)], warm, gpus=2).leaves
+    # Half a job waits for each worker, so a second of loading costs 1.5: of its own 20, and of 6 that will be missed.
+    assert left(decided([*rates, pool("cold", waiting=1, oldest_wait_s=39)], warm, gpus=2)) == []
+    (leave,) = decided([*rates, pool("cold", waiting=1, oldest_wait_s=40)], warm, gpus=2).leaves
     assert (leave.key, leave.idle, leave.room_for) == ("w2", True, "cold")
-    assert leave.reason == "cold needs the room: 1 jobs wait, the oldest for 20 s"
+    assert leave.reason == "cold needs the room: 1 jobs wait, the oldest for 40 s"
 
 
 def test_a_surplus_worker_goes_before_the_only_one():
@@ -101,10 +104,18 @@ def test_room_that_is_being_made_is_waited_for():
 def test_warm_models_serve_what_is_queued_for_them_until_a_cold_job_is_overdue():
     hot = pool("hot", waiting=2, oldest_wait_s=20, arrivals_per_s=1)
     here = [worker("w", "hot", 0, state=State.BUSY)]
-    assert left(decided([hot, pool("cold", waiting=1, oldest_wait_s=59)], here)) == []
-    (leave,) = decided([hot, pool("cold", waiting=1, oldest_wait_s=61)], here).leaves
+    # One queue would take 3 × (10 + 20) s; twice that is too long, and so is twice as long as the others wait.
+    assert left(decided([hot, pool("cold", waiting=1, oldest_wait_s=179)], here)) == []
+    (leave,) = decided([hot, pool("cold", waiting=1, oldest_wait_s=180)], here).leaves
     assert (leave.key, leave.idle) == ("w", False)
-    assert left(decided([replace(hot, oldest_wait_s=40), pool("cold", waiting=1, oldest_wait_s=61)], here)) == []
+    assert left(decided([replace(hot, oldest_wait_s=91), pool("cold", waiting=1, oldest_wait_s=180)], here)) == []
+
+
+def test_with_a_short_line_a_cold_job_is_overdue_when_its_patience_ends():
+    hot = pool("hot", waiting=2, oldest_wait_s=20, max_workers=8)
+    here = [worker(f"w{n}", "hot", n, state=State.BUSY) for n in range(8)]
+    assert left(decided([hot, pool("cold", waiting=1, oldest_wait_s=59)], here, gpus=8)) == []
+    assert len(left(decided([hot, pool("cold", waiting=1, oldest_wait_s=60)], here, gpus=8))) == 1
 
 
 def test_in_a_jam_pools_wait_until_more_of_their_jobs_share_a_load():

@@ -50,7 +50,7 @@ def cluster(
         worker_grace_s=0.5,
         worker_timeout_s=worker_timeout_s,
     )
-    opened = Cluster(given, tmp_path)
+    opened = Cluster(given, tmp_path, forked=True)
     yield opened
     opened.close()
 

@@ -2,11 +2,11 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from orchestrator.store import audit, withdraw
+from tests.processes import gone
 from tests.waiting import wait_until
 from tests.worker.test_worker import events, leased, submit
 
@@ -93,20 +93,13 @@ def details(cluster, job_id):
     return cluster.db.read(lambda conn: audit.of_job(conn, job_id))[-1]["details"]
 
 
-def gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def test_a_handler_that_looks_stops_itself_and_its_lease_is_free(cluster, orchestrator, worker, notes):
     job_id = start(cluster, orchestrator, notes, "polite")
-    slots = worker.children()
+    slots = worker.slots()
     assert cancel(cluster, orchestrator, job_id) == "running"
     record = cluster.wait_for(job_id, "cancelled")
     assert notes.read_text().split("\n")[1] == "cleaned up"
-    assert worker.children() == slots, "a cooperative end costs no process"
+    assert worker.slots() == slots, "a cooperative end costs no process"
     assert events(cluster, job_id)[-2:] == ["job.cancel_requested", "job.cancelled"]
     assert details(cluster, job_id)["ended_as"] == "cancelled"
     assert record["stop_seconds"] >= details(cluster, job_id)["stop_seconds"] >= 0
@@ -160,7 +153,7 @@ def test_a_cancelled_job_of_a_dead_worker_is_cancelled_not_retried(cluster, orch
 def test_a_slot_that_somebody_terminates_is_no_cancelled_job(cluster, orchestrator, worker, notes):
     job_id = start(cluster, orchestrator, notes, "unaware", max_attempts=1)
     # Which of its slots runs the job is the worker's secret: idle ones take no notice.
-    for pid in worker.children():
+    for pid in worker.slots():
         os.kill(pid, signal.SIGTERM)
     assert cluster.wait_for(job_id, "dead_letter")["error_kind"] == "transient"
 

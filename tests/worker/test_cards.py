@@ -20,6 +20,7 @@ from orchestrator.store import audit, schema
 from tests.api.conftest import running
 from tests.cluster import Cluster, Member, post
 from tests.gpu.driver import Driver
+from tests.processes import gone
 from tests.waiting import wait_until
 
 CARDS = ("GPU-aaaa", "GPU-bbbb")
@@ -179,7 +180,7 @@ def test_a_killed_slot_frees_its_memory_within_five_seconds_and_its_job_is_retri
     worker = node.work()
     job_id = node.submit("use", 16_000, need_mb=17_000)
     started = node.started(job_id)
-    assert started.pid in worker.children()
+    assert started.pid in worker.slots()
     wait_until(lambda: node.gpu(started.device).used_mb == 16_000, what="its memory seen")
     (other,) = set(CARDS) - {started.device}
     node.cards.set_used(other, TOTAL_MB - 1000)
@@ -279,7 +280,7 @@ def test_a_process_that_outlives_its_job_is_killed_and_its_memory_comes_back(nod
     try:
         node.cluster.wait_for(job_id, "done")
         worker.says("ended a process that outlived its job")
-        wait_until(lambda: _gone(left.pid), what="it is gone")
+        wait_until(lambda: gone(left.pid), what="it is gone")
         wait_until(lambda: node.gpu(left.device).leased_mb == 0, what="its memory is back")
         node.becomes_leasable(17_000, within_s=3.0)
         assert node.gpu(left.device).quarantined_at is None
@@ -315,10 +316,3 @@ def test_a_client_that_keeps_its_memory_puts_the_card_into_quarantine_until_it_i
     assert not node.lease(7000)["granted"]  # an operator must look first
     assert post(node.url, f"/gpus/{uuid}/clear", {}) == {"cleared": True}
     assert node.lease(18_000)["gpu_uuid"] == uuid
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True

@@ -99,7 +99,7 @@ def test_a_process_that_we_may_not_kill_is_left_alone(monkeypatch):
 @pytest.fixture
 def slot():
     """Its process is long gone: signals reach nobody."""
-    return SlotProcess(SimpleNamespace(pid=2**22 + 1), None, -1, Flags(), "w#1", ready=True, resident=MODEL)  # type: ignore[arg-type]
+    return SlotProcess(SimpleNamespace(pid=2**22 + 1), None, Flags(), "w#1", ready=True, resident=MODEL)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lose", [lambda slot: slot.lose_lease(), lambda slot: slot.lose_gpu({"GPU-0"})])

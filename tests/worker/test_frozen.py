@@ -53,9 +53,9 @@ def freeze_inside_a_transaction(cluster, worker):
 
 def test_a_frozen_slot_that_does_not_take_its_job_is_replaced(cluster, orchestrator):
     worker = cluster.worker(worker_slots=1)
-    (frozen,) = worker.children()
+    (frozen,) = worker.slots()
     os.kill(frozen, signal.SIGSTOP)
     # Larger than a pipe: sending it to somebody who does not read would last for ever.
     job_id = submit(orchestrator, "echo", {"data": "x" * 900_000})
     assert cluster.wait_for(job_id, "done")["crashes"] == 1
-    assert frozen not in worker.children()
+    assert frozen not in worker.slots()

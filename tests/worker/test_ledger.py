@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
-import worker.ledger
+import worker.acknowledger
 from orchestrator.store import schema
 from orchestrator.store.claim import Claim
+from orchestrator.store.policies import Copy
 from orchestrator.store.settle import finish_all
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
 from tests.factories import POLICY, Hand, active_leases, done, gpu, hire, row, rows, submit
 from tests.waiting import wait_until
+from worker.acknowledger import Acknowledger
 from worker.ledger import Ledger
 
 
@@ -36,20 +38,25 @@ def busy() -> threading.Event:
 @pytest.fixture
 def ledger(db, hand: Hand, redis_url: str, settings, stuck, busy) -> Iterator[Ledger]:
     hub = Hub(settings(redis_url=redis_url))
+    acks = Acknowledger()
     opened = Ledger(
         db,
         hub.lane("default"),
         hand.by,
         POLICY,
+        acks,
+        Copy(),
         memory_for=lambda _type: 0,
         size_of=lambda _type: 0,
         held=set,
         claim_is_near=busy.is_set,
         on_settled=lambda _settled: None,
+        on_freed=lambda _lanes: None,
         on_stuck=stuck.set,
     )
     yield opened
     opened.close(5.0)
+    acks.close(5.0)
     hub.close()
 
 
@@ -85,7 +92,7 @@ def acked(monkeypatch) -> list[list[str]]:
     """What Redis was told, call by call; gathered for longer than any test takes."""
     calls: list[list[str]] = []
     monkeypatch.setattr(Lane, "ack", lambda _lane, entry_ids: calls.append(list(entry_ids)))
-    monkeypatch.setattr(worker.ledger, "ACK_LINGER_S", 60.0)
+    monkeypatch.setattr(worker.acknowledger, "LINGER_S", 60.0)
     return calls
 
 
@@ -141,10 +148,10 @@ def test_when_not_even_the_failure_can_be_stored_the_worker_gives_itself_up(db, 
 def refuse_one(db, monkeypatch, job_id: str) -> None:
     """The database refuses results of this job, as it would refuse text it cannot hold."""
 
-    def picky(conn: Any, by: Any, ends: Any) -> Any:
+    def picky(conn: Any, by: Any, ends: Any, seats: Any) -> Any:
         if any(end.job_id == job_id and end.result for end in ends):
             raise DataError("INSERT …", {}, Exception(1406, "Data too long"))
-        return finish_all(conn, by, ends)
+        return finish_all(conn, by, ends, seats)
 
     monkeypatch.setattr("worker.ledger.finish_all", picky)
 

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from orchestrator.pools import PoolChange, PoolSpec
-from orchestrator.store import crews, pools, schema
+from orchestrator.store import audit, crews, pools, schema
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
 from tests.worker.test_worker import events, leased, submit
@@ -28,12 +28,14 @@ class Answer:
         Path(os.environ["LOADS"]).open("a").write(f"{ctx.model_id} {ctx.adapter} {ctx.variant} {os.getpid()}\\n")
         self.memory = ExitStack()
         if ctx.device:
-            self.memory.enter_context(simulated.allocated(ctx.device, 3000))
+            self.memory.enter_context(simulated.allocated(ctx.device, 500 if ctx.model_id == "small" else 3000))
         self.model = ctx.model_id
         if ctx.model_id == "broken":
             raise RuntimeError("no such model")
 
     def run(self, ctx, payload):
+        while "gate" in payload and Path(payload["gate"]).exists():
+            time.sleep(0.02)
         deadline = time.monotonic() + payload.get("seconds", 0)
         while time.monotonic() < deadline:
             time.sleep(0.02)
@@ -42,6 +44,13 @@ class Answer:
     def unload(self):
         self.memory.close()
 """
+
+#: Its post, its slots, and those who take jobs in, write them down, look after the GPU and load models.
+THREADS_OF_A_POOL = 6
+
+
+#: Nobody waits here for a worker to be declared dead, and many processes start at once.
+UNHURRIED = pytest.mark.parametrize("worker_timeout_s", [30.0])
 
 
 @pytest.fixture
@@ -203,23 +212,68 @@ def test_an_idle_pool_scales_to_zero_and_the_next_job_starts_it(cluster, orchest
     assert len(loads()) == 2
 
 
-def test_draining_lets_running_jobs_end_and_takes_no_more(cluster, orchestrator, start):
+def sixteen_running(cluster, orchestrator, gate):
+    """Jobs in one worker's 16 slots. Each runs for 3 s from the moment that the gate is gone: all run until then."""
+    create(cluster, slots=16, model_id="small", min_memory_mb=1000)
+    until(cluster, warm(16), timeout=90.0)
+    payload = {"seconds": 3, "gate": str(gate)}
+    jobs = [submit(orchestrator, "answer", payload, pool_id="chat", min_memory_mb=1000) for _ in range(16)]
+    return [cluster.wait_for(job, "running") for job in jobs]
+
+
+@UNHURRIED
+def test_draining_lets_sixteen_running_jobs_end_and_takes_no_more(cluster, orchestrator, start, gate):
     start()
-    create(cluster, desired_workers=4, min_memory_mb=0)
-    until(cluster, warm(4))
-    running = [submit(orchestrator, "answer", {"seconds": 2}, pool_id="chat") for _ in range(4)]
-    for job in running:
-        cluster.wait_for(job, "running")
+    jobs = [job["job_id"] for job in sixteen_running(cluster, orchestrator, gate)]
     cluster.db.write(lambda conn: pools.drain(conn, "chat", 60.0))
-    late = submit(orchestrator, "answer", {}, pool_id="chat")
-    until(cluster, lambda row: row["status"] == "stopped")
-    assert [cluster.job(job)["status"] for job in running] == ["done"] * 4
-    assert [cluster.job(job)["attempt"] for job in running] == [1] * 4
+    gate.unlink()
+    late = submit(orchestrator, "answer", {}, pool_id="chat", min_memory_mb=1000)
+    until(cluster, lambda row: row["status"] == "stopped", timeout=60.0)
+    ends = [cluster.job(job) for job in jobs]
+    assert [(end["status"], end["attempt"], end["attempts"]) for end in ends] == [("done", 1, 1)] * 16
+    assert [events(cluster, job) for job in jobs] == [["job.submitted", "job.claimed", "job.running", "job.done"]] * 16
     assert (cluster.job(late)["status"], cluster.job(late)["attempt"]) == ("pending", 0)
     assert pool(cluster)["workers"] == 0
     assert leased(cluster) == 0
-    create(cluster, min_memory_mb=0)
+    create(cluster, slots=1, model_id="small", min_memory_mb=1000)
     cluster.wait_for(late, "done")
+
+
+@UNHURRIED
+def test_a_node_drained_with_a_second_s_patience_hands_sixteen_jobs_back_uncharged_and_another_ends_them(
+    cluster, orchestrator, start, gate
+):
+    start("node-1")
+    before = sixteen_running(cluster, orchestrator, gate)
+    start("node-2")
+    wait_until(lambda: len(cluster.db.read(lambda conn: crews.node_views(conn, 30.0))) == 2, what="two nodes")
+    cluster.db.write(lambda conn: crews.drain_nodes(conn, ["node-1"], 1.0))
+    patience = select(schema.nodes.c.drain_until).where(schema.nodes.c.node_id == "node-1")
+    until_when = cluster.db.read(lambda conn: conn.execute(patience).scalar_one())
+    wait_until(
+        lambda: all("job.handed_back" in events(cluster, job["job_id"]) for job in before),
+        timeout=60,
+        what=lambda: f"all are handed back: {[cluster.job(job['job_id']) for job in before]} {pool(cluster)}",
+    )
+    gate.unlink()
+    ends = [cluster.wait_for(job["job_id"], "done", timeout=90.0) for job in before]
+    # The second attempt is the only one that counts, and nothing but the drain ended the first.
+    assert [(end["attempt"], end["attempts"], end["crashes"]) for end in ends] == [(2, 1, 0)] * 16
+    assert {node_of(cluster, end) for end in ends} == {"node-2"}
+    attempt = ["job.claimed", "job.running"]
+    history = ["job.submitted", *attempt, "job.handed_back", *attempt, "job.done"]
+    assert [events(cluster, end["job_id"]) for end in ends] == [history] * 16
+    assert min(handed_back_at(cluster, end["job_id"]) for end in ends) >= until_when, "each had its second"
+
+
+def handed_back_at(cluster, job_id):
+    history = cluster.db.read(lambda conn: audit.of_job(conn, job_id))
+    return next(event["ts"] for event in history if event["event_type"] == "job.handed_back")
+
+
+def node_of(cluster, job):
+    query = select(schema.workers.c.node_id).where(schema.workers.c.worker_id == job["worker_id"])
+    return cluster.db.read(lambda conn: conn.execute(query).scalar_one())
 
 
 def test_a_drain_that_takes_too_long_hands_back_uncharged(cluster, orchestrator, start):
@@ -365,3 +419,16 @@ def test_a_pool_that_sizes_itself_grows_with_its_backlog_and_shrinks_again(clust
         assert cluster.wait_for(job, "done")["attempt"] == 1
     until(cluster, lambda row: row["workers"] == 0)
     wait_until(lambda: leased(cluster) == 0, what="its memory is free")
+
+
+def test_what_a_node_needs_once_is_there_once(cluster, orchestrator, start):
+    """Six pools have the threads that work for them, and share heartbeat, GPU watch, bell and acknowledgements."""
+    worker = start()
+    counts = []
+    for some in (["pool-0"], [f"pool-{number}" for number in range(1, 6)]):
+        for pool_id in some:
+            create(cluster, pool_id, type="echo")
+        for pool_id in some:
+            until(cluster, warm(1), pool_id)
+        counts.append(len(list(Path(f"/proc/{worker.process.pid}/task").iterdir())))
+    assert counts[1] - counts[0] <= 5 * THREADS_OF_A_POOL

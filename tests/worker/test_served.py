@@ -7,17 +7,18 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.store import audit, withdraw
+from tests.processes import gone
 from tests.waiting import wait_until
 from tests.worker.test_worker import leased, submit
-from worker import Cancelled, Context, Permanent, served, server, serving
+from worker import Cancelled, Context, OutOfTime, Permanent, served, server, serving
 from worker.flags import Flags
 from worker.handlers import Registered, _registry
 from worker.ports import free_port, listens
@@ -34,6 +35,7 @@ from worker.server import (
 )
 from worker.serving import Recipe, ServedModel
 from worker.slot import Slot
+from worker.wire import Channel
 
 SCRIPT = str(Path(__file__).with_name("model_server.py"))
 
@@ -79,13 +81,6 @@ def shared():
     with prepared(headers={"X-Key": "secret"}) as ready:
         ready.load(context())
         yield ready
-
-
-def gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def pids(monkeypatch):
@@ -467,6 +462,32 @@ def test_a_cancelled_job_leaves_the_server_at_once_and_it_stays(shared, tmp_path
     assert shared.run(context(), {})
 
 
+def test_a_job_that_is_out_of_time_leaves_the_server_and_it_stays(shared, tmp_path):
+    """Killing the slot would take the model with it."""
+    notes = tmp_path / "notes"
+    with pytest.raises(OutOfTime, match=r"max_runtime_sec = 1\b"):
+        shared.run(context(max_runtime_sec=1.0), {"hang": str(notes)})
+    wait_until(lambda: "gone" in notes.read_text(), what="the server sees that nobody waits")
+    assert shared.healthy()
+    assert shared.run(context(max_runtime_sec=1.0), {})
+
+
+def test_a_job_that_is_out_of_time_while_the_model_loads_does_not_wait_for_it(model, monkeypatch, tmp_path):
+    loading = model("--load-until", str(tmp_path / "never"))
+    started = pids(monkeypatch)
+    with pytest.raises(OutOfTime):
+        loading.load(context(max_runtime_sec=1.0))
+    assert gone(*started)
+
+
+def test_one_that_was_frozen_until_the_job_was_out_of_time_is_loaded_no_more(frozen, monkeypatch):
+    monkeypatch.setattr(serving, "HEALTH_S", 0.2)
+    monkeypatch.setattr(server, "STOP_S", 0.1)
+    with pytest.raises(OutOfTime):
+        frozen[0].run(context(max_runtime_sec=1.0), {})
+    assert not frozen[0].healthy()
+
+
 def test_one_that_ends_in_the_middle_says_why_and_is_loaded_no_more(model):
     dying = model()
     dying.load(context())
@@ -514,7 +535,8 @@ def frozen(model):
     pid = stopped._server.pid
     os.kill(pid, signal.SIGSTOP)
     yield stopped, lambda: os.kill(pid, signal.SIGCONT)
-    os.kill(pid, signal.SIGCONT)
+    with suppress(ProcessLookupError):  # it may have been killed
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_one_that_is_frozen_does_not_hold_a_cancelled_job(frozen):
@@ -571,11 +593,24 @@ class Fragile:
 
 
 @pytest.fixture
-def attempt():
+def run_in_slot():
+    """Run a job of a handler in a slot that nobody listens to: how it ended, and its result."""
+    ours, theirs = Channel.pair()
+
+    def run(target, body="{}", result_limit=1000, **job):
+        known = slots.setdefault(target, Slot(ours, {"it": Registered("it", target, 0)}, Flags(), result_limit))
+        return known._run_job({"job_id": "job-1", "type": "it", "attempt": 1, "agent": "tester"} | job, body)
+
+    slots: dict[Any, Slot] = {}
+    yield run
+    ours.close()
+    theirs.close()
+
+
+@pytest.fixture
+def attempt(run_in_slot):
     Fragile.log, Fragile.well = [], True
-    slot = Slot(Pipe()[0], {"fragile": Registered("fragile", Fragile, 0)}, Flags(), 1000)
-    job = {"job_id": "job-1", "type": "fragile", "attempt": 1, "agent": "tester"}
-    return lambda body: slot._run_job(job, body)[0]["end"]
+    return lambda body: run_in_slot(Fragile, body)[0]["end"]
 
 
 def test_a_model_that_broke_while_idle_is_loaded_anew(attempt):
@@ -596,10 +631,19 @@ def test_a_model_that_is_well_after_its_job_failed_is_kept(attempt):
     assert Fragile.log == ["load"]
 
 
-def test_a_handler_knows_how_long_a_result_may_be():
-    slot = Slot(Pipe()[0], {"limit": Registered("limit", lambda ctx, _payload: ctx.result_limit, 0)}, Flags(), 12_345)
-    job = {"job_id": "job-1", "type": "limit", "attempt": 1, "agent": "tester"}
-    assert slot._run_job(job, "{}")[1] == "12345"
+def test_a_handler_that_leaves_in_time_ends_as_timed_out(run_in_slot):
+    def slow(ctx, _payload):
+        while not ctx.out_of_time:
+            time.sleep(0.01)
+        raise OutOfTime("not done yet")
+
+    ending = run_in_slot(slow, max_runtime_sec=0.2)[0]["end"]
+    assert (ending["outcome"], ending["error_kind"]) == ("failed", "timeout")
+    assert ending["run_seconds"] < 0.2
+
+
+def test_a_handler_knows_how_long_a_result_may_be(run_in_slot):
+    assert run_in_slot(lambda ctx, _payload: ctx.result_limit, result_limit=12_345)[1] == "12345"
 
 
 # ── whole workers ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -639,7 +683,7 @@ def run(cluster, orchestrator, type="chat", payload=None, **fields):
 def test_a_server_stays_warm_and_one_that_died_is_replaced(cluster, orchestrator, worker):
     first = run(cluster, orchestrator)
     assert first["device"] == "SIM-node-1-0"
-    assert os.getpgid(first["pid"]) in worker.children(), (
+    assert os.getpgid(first["pid"]) in worker.slots(), (
         "whoever kills the slot's group kills the server and all of its own"
     )
     assert run(cluster, orchestrator)["pid"] == first["pid"]
@@ -682,9 +726,15 @@ def test_a_cancel_leaves_the_server_and_its_worker_takes_it_along(cluster, orche
     wait_until(lambda: gone(pid), what="its end")
 
 
-def test_a_time_limit_ends_the_server_too(cluster, orchestrator, worker, tmp_path):
+def test_a_time_limit_ends_the_request_and_the_server_only_if_it_does_not_let_go(
+    cluster, orchestrator, worker, tmp_path
+):
     pid = run(cluster, orchestrator)["pid"]
-    late = submit(orchestrator, "chat", {"hang": str(tmp_path / "notes")}, max_runtime_sec=0.3, max_attempts=1)
+    late = submit(orchestrator, "chat", {"hang": str(tmp_path / "notes")}, max_runtime_sec=3.0, max_attempts=1)
+    assert cluster.wait_for(late, "dead_letter")["error_kind"] == "timeout"
+    assert run(cluster, orchestrator)["pid"] == pid
+    os.kill(pid, signal.SIGSTOP)
+    late = submit(orchestrator, "chat", {}, max_runtime_sec=0.3, max_attempts=1)
     assert cluster.wait_for(late, "dead_letter")["error_kind"] == "timeout"
     wait_until(lambda: gone(pid), what="its end")
     stopped = run(cluster, orchestrator)["pid"]

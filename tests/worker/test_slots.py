@@ -1,13 +1,20 @@
 """Slots that come and go as their pool is resized, with real processes."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from orchestrator.store.claim import Claim
 from tests.waiting import wait_until
+from worker import wire
 from worker.lifeline import Lifeline
+from worker.nursery import Nursery
 from worker.slots import SlotEvents, SlotPool
 from worker.starts import Starts
 
@@ -46,6 +53,23 @@ def test_slots_that_were_dismissed_before_they_were_up_do_not_count_as_failures(
     assert slots.trouble is None
 
 
+def test_starts_that_fail_hold_up_nobody_for_ever(monkeypatch, eight):
+    """As many as may start at once: when there are processes to be had again, slots start."""
+    bear, failures = Nursery.bear, iter([OSError("no more processes")] * 2)
+
+    def fail_at_first(self, *given):
+        if error := next(failures, None):
+            raise error
+        return bear(self, *given)
+
+    monkeypatch.setattr(Nursery, "bear", fail_at_first)
+    slots = eight(Starts(2))
+    wait_until(lambda: slots.trouble, what="that it is told")
+    assert "no more processes" in slots.trouble
+    wait_until(lambda: slots.usable() == 8, what="all slots")
+    assert slots.trouble is None
+
+
 def test_slots_start_a_few_at_a_time_and_all_come_up(eight):
     slots, most = eight(Starts(2)), 0
 
@@ -65,8 +89,26 @@ def test_slots_that_die_while_they_start_let_others_start(eight):
     wait_until(lambda: len(slots.marks()) >= 2, what="two processes")
     slots.resize(0)
     wait_until(lambda: not slots.marks(), what="all gone")
-    wait_until(starts.take, what="a place")
-    assert starts.take()
+    for _ in range(2):  # one more may have been on its way when they were told to go
+        wait_until(starts.take, what="a place")
+
+
+def test_a_slot_that_was_being_started_when_fewer_were_wanted_goes(monkeypatch, eight):
+    bear, born = Nursery.bear, []
+
+    def resize_meanwhile(self, *given):
+        born.append(bear(self, *given))
+        slots.resize(0)
+        return born[-1]
+
+    slots = eight(Starts(8))
+    wait_until(lambda: slots.usable() == 8, what="all slots")
+    slots.resize(0)
+    wait_until(lambda: not slots.marks(), what="none")
+    monkeypatch.setattr(Nursery, "bear", resize_meanwhile)
+    slots.resize(1)
+    wait_until(lambda: born and not Path(f"/proc/{born[0].pid}").exists(), what="the end of the one that came too late")
+    wait_until(lambda: not slots.marks(), what="none again")
 
 
 def test_a_resize_that_comes_after_the_end_is_ignored():
@@ -76,3 +118,23 @@ def test_a_resize_that_comes_after_the_end_is_ignored():
     pool.close()
     pool.resize(3)
     lifeline.close()
+
+
+@pytest.mark.parametrize("broken", [MemoryError, ValueError, BrokenPipeError])
+def test_a_slot_that_cannot_be_told_its_job_dies_and_answers_for_it_once(monkeypatch, broken):
+    ended: list[object] = []
+    events = replace(EVENTS, ended=lambda *told: ended.append(told))
+    with ExitStack() as stack:
+        lifeline = Lifeline()
+        stack.callback(lifeline.close)
+        lifeline.extend(time.monotonic() + 1000.0, 1)
+        slots = SlotPool(1, "worker", COMMAND, {}, events, 1.0, lifeline)
+        stack.callback(slots.close)
+        slots.start()
+        wait_until(lambda: slots.usable() == 1, timeout=25.0, what="a slot")
+        with monkeypatch.context() as patched:
+            patched.setattr(wire.Channel, "send", Mock(side_effect=broken))
+            assert slots.dispatch((Claim("j", 1, "echo", "{}", "a", None, None, None, None),))
+        wait_until(lambda: ended, what="the end of the job")
+        wait_until(lambda: slots.usable() == 1, timeout=25.0, what="another slot")
+        assert len(ended) == 1 and not slots.busy()

@@ -3,13 +3,13 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from sqlalchemy import make_url, text
 
 from orchestrator.store import withdraw
 from tests.factories import new_job
+from tests.processes import alive, parent
 from tests.proxy import Proxy
 from tests.waiting import wait_until
 from tests.worker.databases import locked_gpus
@@ -88,13 +88,6 @@ def pids(notes):
     return [int(line) for line in notes.read_text().split()]
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_pause_that_is_no_number_is_left_to_the_usual_backoff(cluster, orchestrator, start):
     start()
     record = cluster.wait_for(submit(orchestrator, "later", {}), "done")
@@ -160,8 +153,8 @@ def test_a_worker_that_cannot_reach_the_database_ends_leased_jobs_in_time(cluste
 
 def test_slots_of_a_frozen_supervisor_end_their_leased_jobs_themselves(cluster, orchestrator, start, notes):
     def freeze():
-        # Its first slot wrote the note; that one's parent is the supervisor.
-        os.kill(int(Path(f"/proc/{pids(notes)[0]}/stat").read_text().split()[3]), signal.SIGSTOP)
+        # Its first slot wrote the note; that one's parent is the nursery, and the supervisor the parent of that.
+        os.kill(parent(parent(pids(notes)[0])), signal.SIGSTOP)
 
     memory_is_used_by_one_at_a_time(cluster, orchestrator, start, notes, freeze)
 

@@ -189,7 +189,7 @@ def test_a_killed_worker_leaves_no_process_and_its_job_runs_elsewhere(cluster, o
     worker = cluster.worker(worker_handlers=GATED)
     job_id = submit(orchestrator, "gated", {"gate": str(gate)}, min_memory_mb=1000)
     cluster.wait_for(job_id, "running")
-    slots = worker.children()
+    slots = worker.slots()
     assert len(slots) == 2
     worker.kill()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in slots), what="slots gone")

@@ -106,7 +106,7 @@ def _freeze(site: Site, share: float, pause: Pause, of: float | None = None) -> 
 
 def _children(site: Site) -> set[int]:
     try:
-        return site.member.children()
+        return site.member.slots()
     except OSError:
         return set()  # it ended just now
 

@@ -106,9 +106,11 @@ class Node:
 
     def granted(self, grant: Grant, *, visible: bool) -> None:
         with self._lock:
-            for card in self._of(grant):
+            cards = self._of(grant)
+            void = any(card.void(grant) for card in cards)  # all or nothing
+            for card in cards:
                 card.asked = max(card.asked, grant.asked)
-                if not card.void(grant):
+                if not void:
                     card.active[grant.token] = (grant, grant.asked + grant.ttl_s)
                 if not visible:
                     card.hidden[grant.token] = (grant.memory_mb, float("inf"))
@@ -121,7 +123,7 @@ class Node:
                     card.active[grant.token] = (grant, sent + grant.ttl_s)
 
     def uncertain(self, grant: Grant) -> None:
-        """From now on the lease may be over: it is about to be released, or will not be renewed."""
+        """From now on the lease may be over: it is about to be released, will not be renewed, or has lost a card."""
         with self._lock:
             for card in self._of(grant):
                 card.active.pop(grant.token, None)
@@ -177,7 +179,8 @@ class Node:
         with self._lock:
             card = self.cards[uuid]
             card.lost, card.uses = True, []
-            card.active.clear()
+            for grant, _ in list(card.active.values()):
+                self.uncertain(grant)  # on its other cards too
             self._tell(card)
             self.driver.lose(uuid)
 

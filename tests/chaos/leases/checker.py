@@ -11,9 +11,9 @@ a lease is granted or used:
 
 *Settled* are strangers who were on the card `gpu_stale_s` before the last of these leases was asked for: every sample
 that could count for that grant has seen them. A lease is *certainly active* from its answer until its holder sends the
-release or its time to live is over, counted from when its last renewal was sent, unless its card was lost. What holders
-use counts until they free it, however late (F-43): the lease must last as long, or the memory must count as a
-stranger's and the card be in quarantine (INV-16).
+release or its time to live is over, counted from when its last renewal was sent, unless one of its cards was lost.
+What holders use counts until they free it, however late (F-43): the lease must last as long, or the memory must count
+as a stranger's and the card be in quarantine (INV-16).
 One exception, where the system says itself that nobody can tell: a lease without a process id hides as much of a
 stranger's memory as it has, so strangers count there only beyond that.
 

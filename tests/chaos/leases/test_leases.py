@@ -106,6 +106,15 @@ def test_a_card_gives_no_more_than_it_has_and_nothing_to_leases_from_before_its_
     assert node.allocate(grant(4000), 1, 4000)
 
 
+def test_a_lease_that_lost_one_of_its_cards_is_over_on_the_others_too(node):
+    pair, late = (grant(USABLE_MB, token=token, uuids=(CARD, OTHER)) for token in ("pair", "late"))
+    node.granted(pair, visible=True)
+    node.lose(CARD)
+    node.granted(late, visible=True)  # its answer was under way
+    node.granted(grant(USABLE_MB, token="next", uuids=(OTHER,)), visible=True)
+    assert incidents(node) == []
+
+
 def test_the_driver_tells_what_each_process_uses_of_each_card(node):
     pair = grant(3000, token="pair", uuids=(CARD, OTHER))
     assert node.allocate(pair, 7, 3000) and node.allocate(grant(1000, token="one"), 7, 500)

@@ -1,7 +1,8 @@
 """Models of pools: each holds simulated GPU memory from its load to its process's end, and says what it did.
 
 Jobs are written to the ledger that their payload names, as those of every chaos run. Processes that came up and models
-that were loaded stand in a file of their own, which the environment names.
+that were loaded stand in a file of their own, which the environment names. Dozens of slots import this: it imports
+little itself.
 """
 
 import json
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 from orchestrator.gpu import simulated
 from orchestrator.gpu.processes import MARK
 from tests.chaos.handlers import note, type_name
-from tests.chaos.pools.wishes import MODEL, PINNED
 from worker import Context, handler
 
+#: Job types: a model that leaves for others, and one that stays.
+MODEL, PINNED = "pools.model", "pools.pinned"
 #: Names the file that processes write themselves into.
 PROCESSES = "CHAOS_PROCESSES"
 #: What a model really takes of the memory that its lease allows.

@@ -112,7 +112,7 @@ def _pools(conn: Connection) -> dict[str, Row]:
 
 def _assigned(conn: Connection) -> dict[str, dict[tuple[str, int], int]]:
     found: dict[str, dict[tuple[str, int], int]] = {}
-    for row in conn.execute(select(pool_assignments)):
+    for row in conn.execute(select(pool_assignments).where(pool_assignments.c.workers > 0)):
         found.setdefault(row.pool_id, {})[row.node_id, row.revision] = row.workers
     return found
 

@@ -17,20 +17,20 @@ from tests.chaos.history import Recorder
 from tests.chaos.pools.handlers import PROCESSES
 from tests.chaos.sites import ROOT, SHORT_TIMES, Site
 from tests.cluster import Member
+from tests.processes import status
 from tests.servers import MariaDB, Redis, free_port
 
-#: Dozens of workers on two cores send heartbeats less often, and are waited for longer; nothing else is slower.
+#: Where dozens of slots start on two cores, heartbeats are waited for a little longer; nothing else is slower.
 TIMES: dict[str, Any] = SHORT_TIMES | {
-    "claim_idle_ms": 8000,
-    "gpu_sample_s": 2.0,
-    "gpu_stale_s": 8.0,
-    "lease_ttl_s": 12.0,
+    "claim_idle_ms": 5000,
+    "gpu_sample_s": 1.0,
+    "gpu_stale_s": 5.0,
     "max_crashes": 100,
     "pool_drain_s": 3.0,
     "reconcile_interval_s": 0.5,
     "resident_min_s": 1.0,
-    "worker_heartbeat_s": 2.0,
-    "worker_timeout_s": 8.0,
+    "worker_heartbeat_s": 1.0,
+    "worker_timeout_s": 5.0,
 }
 #: Tells the slots of one run from those of another on the same machine.
 RUN = "CHAOS_RUN"
@@ -189,9 +189,13 @@ class Stage:
                 return list(cursor.fetchall())
 
     def slots(self) -> list[Slot]:
-        """The slots' processes of this run, wherever they hang."""
-        found = (_slot(int(path.name), self._run) for path in Path("/proc").iterdir() if path.name.isdigit())
-        return [slot for slot in found if slot is not None]
+        """The slots' processes of this run, wherever they hang, below their supervisors; and nurseries without one."""
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        marked = [slot for pid in pids if (slot := _slot(pid, self._run)) is not None]
+        nurseries = {one.pid: one.parent for one in marked if not one.mark}
+        supervisors = self.supervisors()
+        orphans = [one._replace(mark="nursery") for one in marked if not (one.mark or one.parent in supervisors)]
+        return orphans + [one._replace(parent=nurseries.get(one.parent, one.parent)) for one in marked if one.mark]
 
     def supervisors(self) -> dict[int, str]:
         """Process ids of the supervisors that live, and their nodes."""
@@ -202,10 +206,10 @@ def _slot(pid: int, run: str) -> Slot | None:
     """Zombies are no processes: they have no environment any more."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
+    except OSError:
         return None
+    known = status(pid)
     values = dict(entry.partition(b"=")[::2] for entry in environment)
-    if values.get(RUN.encode()) != run.encode() or MARK.encode() not in values:
+    if known is None or values.get(RUN.encode()) != run.encode() or MARK.encode() not in values:
         return None
-    return Slot(pid, parent, values[MARK.encode()].decode())
+    return Slot(pid, known.parent, values[MARK.encode()].decode().strip())  # nothing but spaces: a nursery

@@ -5,8 +5,8 @@ from random import Random
 from typing import Any
 
 from orchestrator.pools import PoolChange, PoolSpec
+from tests.chaos.pools.handlers import MODEL, PINNED
 
-MODEL, PINNED = "pools.model", "pools.pinned"
 #: Most workers that one pool is asked to have.
 MOST_WORKERS = 3
 #: Idle pools shrink after so many seconds, or not within a run.

@@ -1,0 +1,280 @@
+"""Why a job does not run: the one reason that stands before all others, and what it rests on.
+
+Pure: facts go in, an answer comes out. The facts come from the functions that publish, claim and place
+(`store.explanation`), so what is said here is what they do. Reasons are asked in the order in which they would stop the
+job: nobody is told of GPU memory whose pool is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
+from orchestrator.placement import Ask, GpuView, Placed, Refused
+from orchestrator.placement.views import refusal
+from orchestrator.policies import WAITS_FOR_CAP
+
+#: GPUs that are shown as evidence: enough to understand it, whatever the size of the cluster.
+MOST_GPUS = 64
+
+
+class Why(StrEnum):
+    """Stable codes; the text beside them is for people."""
+
+    ENDED = "ended"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    POOL_CLOSED = "pool_closed"
+    PAUSED = "paused"
+    CAP_FULL = "cap_full"
+    BLOCKED = "blocked"
+    NOT_BEFORE = "not_before"
+    RETRY_PAUSE = "retry_pause"
+    NO_WORKER = "no_worker"
+    NO_HANDLER = "no_handler"
+    NO_GPU = "no_gpu"
+    DEFERRED = "deferred"
+    NEXT = "next"
+    IN_LINE = "in_line"
+
+
+@dataclass(frozen=True)
+class Team:
+    """Live workers of the lane that run the same types."""
+
+    types: frozenset[str]
+    has_gpus: bool
+    slots: int
+    busy: int
+
+
+@dataclass(frozen=True)
+class Cap:
+    key: str
+    in_use: int
+    most: int
+
+    @property
+    def full(self) -> bool:
+        return self.in_use >= self.most
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found out about one job, at one moment."""
+
+    job: Mapping[str, Any]
+    #: Seconds until `not_before`; 0 when that is over.
+    due_in_s: float = 0.0
+    pool_state: str | None = None
+    #: By key, why an operator paused it.
+    pauses: Mapping[str, str] = field(default_factory=dict)
+    caps: Sequence[Cap] = ()
+    #: What the leader saw last at the gate it waits at; None: it waits at none.
+    gate: str | None = None
+    teams: Sequence[Team] = ()
+    #: What it asks of the GPUs of those workers, and what placement says to that now; None: it needs no GPU memory.
+    ask: Ask | None = None
+    placement: Placed | Refused | None = None
+    gpus: Sequence[GpuView] = ()
+    #: Idle slots that keep its model in memory.
+    warm_slots: int = 0
+    #: Jobs of the lane before it; with `ahead_at_least`, there may be more.
+    ahead: int = 0
+    ahead_at_least: bool = False
+    #: Mean seconds of the lane's last jobs; None when none has ended yet.
+    run_s: float | None = None
+
+    @property
+    def able(self) -> list[Team]:
+        return [team for team in self.teams if self.job["type"] in team.types]
+
+    @property
+    def slots(self) -> int:
+        return sum(team.slots for team in self.able)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    reason: Why
+    message: str
+    position: int | None = None
+    starts_in_s: float | None = None
+
+
+def explain(facts: Facts) -> Explanation:
+    """The dominant reason, the place in line and an estimate, where there is one."""
+    status = Status(facts.job["status"])
+    if status in TERMINAL or status in OWNED:
+        return Explanation(*_no_longer_waits(facts, status))
+    reason, message = next(found for ask in _QUESTIONS if (found := ask(facts)) is not None)
+    in_line = reason in (Why.NEXT, Why.IN_LINE)
+    position = facts.ahead + 1 if in_line or reason in _STILL_IN_LINE else None
+    return Explanation(reason, message, position, _starts_in(facts, reason) if facts.slots else None)
+
+
+#: What stops it is not its own: it keeps its place meanwhile.
+_STILL_IN_LINE = frozenset({Why.NO_WORKER, Why.NO_HANDLER, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED})
+#: Reasons that end by themselves, with time or with the jobs before it.
+_PASSING = frozenset({Why.NEXT, Why.IN_LINE, Why.NOT_BEFORE, Why.RETRY_PAUSE, Why.DEFERRED, Why.CAP_FULL})
+
+Found = tuple[Why, str] | None
+
+
+def _no_longer_waits(facts: Facts, status: Status) -> tuple[Why, str]:
+    job = facts.job
+    if status in TERMINAL:
+        return Why.ENDED, f"it ended as {status}" + (f": {job['last_error']}" if job.get("last_error") else "")
+    where = f"attempt {job['attempt']} on worker {job['worker_id']}"
+    if job.get("cancel_requested_at"):
+        return Why.STOPPING, f"it was cancelled; {where} is being stopped"
+    return Why.RUNNING, f"it runs: {where}"
+
+
+def _pool_closed(facts: Facts) -> Found:
+    if facts.pool_state is None:
+        return None
+    return Why.POOL_CLOSED, f"pool {facts.job['lane']} is {facts.pool_state}; create it again, or cancel the job"
+
+
+def _paused(facts: Facts) -> Found:
+    for key, reason in facts.pauses.items():
+        return Why.PAUSED, f"an operator paused {key}" + (f": {reason}" if reason else "") + "; `gpuorch queue resume`"
+    return None
+
+
+def _blocked(facts: Facts) -> Found:
+    """Parked until something lets it go. A cap is named with its numbers of now; the rest says why itself."""
+    if facts.job["queued"] != Queued.BLOCKED:
+        return None
+    on = facts.job["blocked_on"]
+    cap = next((cap for cap in facts.caps if WAITS_FOR_CAP + cap.key == on), None)
+    if cap is not None:
+        return Why.CAP_FULL, f"{cap.in_use} of {cap.most} jobs with key {cap.key} run; it waits for one of them to end"
+    told = facts.job["wait_reason"] or f"it waits for {on}"
+    return Why.BLOCKED, f"{told}; by now: {facts.gate}" if facts.gate else told
+
+
+def _delayed(facts: Facts) -> Found:
+    job = facts.job
+    if job["queued"] != Queued.DELAYED:
+        return None
+    soon = f"in {facts.due_in_s:.1f} s" if facts.due_in_s > 0 else "at any moment"
+    if job["wait_reason"]:
+        no_room = _no_gpu(facts)
+        return no_room or (Why.DEFERRED, f"{job['wait_reason']}; it is offered again {soon}")
+    if job["attempts"]:
+        failed = f"attempt {job['attempts']} of {job['max_attempts']} failed ({job['error_kind']})"
+        return Why.RETRY_PAUSE, f"{failed}; the next begins {soon}"
+    return Why.NOT_BEFORE, f"it was submitted for later; it is due {soon}"
+
+
+def _no_worker(facts: Facts) -> Found:
+    if facts.teams:
+        return None
+    lane = facts.job["lane"]
+    return Why.NO_WORKER, f"no live worker serves pool {lane}; start one: gpuorch worker --pool {lane}"
+
+
+def _no_handler(facts: Facts) -> Found:
+    if facts.able:
+        return None
+    kind, lane = facts.job["type"], facts.job["lane"]
+    return Why.NO_HANDLER, f"no live worker of pool {lane} has a handler for type {kind!r}; start one with --handlers"
+
+
+def _cap_full(facts: Facts) -> Found:
+    cap = next((cap for cap in facts.caps if cap.full), None)
+    return None if cap is None else (Why.CAP_FULL, f"{cap.in_use} of {cap.most} jobs with key {cap.key} run")
+
+
+def _no_gpu(facts: Facts) -> Found:
+    if not isinstance(facts.placement, Refused) or facts.job["cpu_fallback"] or facts.warm_slots:
+        return None
+    return Why.NO_GPU, facts.placement.reason
+
+
+def _in_line(facts: Facts) -> Found:
+    least = "at least " if facts.ahead_at_least else ""
+    free = sum(max(team.slots - team.busy, 0) for team in facts.able)
+    if facts.job["queued"] == Queued.ANNOUNCED:
+        return Why.NEXT, f"it is announced, {facts.ahead} before it; {free} of {facts.slots} slots are free"
+    return Why.IN_LINE, f"{least}{facts.ahead} jobs are before it; {free} of {facts.slots} slots are free"
+
+
+_QUESTIONS: tuple[Callable[[Facts], Found], ...] = (
+    _pool_closed,
+    _paused,
+    _blocked,
+    _delayed,
+    _no_worker,
+    _no_handler,
+    _cap_full,
+    _no_gpu,
+    _in_line,
+)
+
+
+def _starts_in(facts: Facts, reason: Why) -> float | None:
+    """When its turn comes if the jobs before it take as long as the last ones did; None when nobody can know."""
+    if reason not in _PASSING or (reason is Why.CAP_FULL and not facts.run_s):
+        return None
+    turns = facts.ahead / facts.slots
+    if turns and facts.run_s is None:
+        return None
+    return round(max(facts.due_in_s, turns * (facts.run_s or 0.0)), 3)
+
+
+def as_document(facts: Facts, answer: Explanation, now: datetime) -> dict[str, Any]:
+    """As clients see it."""
+    job = facts.job
+    return {
+        "job_id": job["job_id"],
+        "status": job["status"],
+        "reason": answer.reason,
+        "message": answer.message,
+        "position": answer.position,
+        "position_is_at_least": facts.ahead_at_least if answer.position else False,
+        "estimated_start_in_seconds": answer.starts_in_s,
+        "at": now,
+        "evidence": {
+            "queued": job["queued"],
+            "pool_id": job["lane"],
+            "pool_state": facts.pool_state,
+            "not_before": job["not_before"],
+            "blocked_on": job["blocked_on"],
+            "gate": facts.gate,
+            "wait_reason": job["wait_reason"],
+            "paused": dict(facts.pauses),
+            "caps": [{"key": cap.key, "in_use": cap.in_use, "max": cap.most} for cap in facts.caps],
+            "workers": [
+                {"types": sorted(team.types), "has_gpus": team.has_gpus, "slots": team.slots, "busy": team.busy}
+                for team in facts.teams
+            ],
+            "warm_slots": facts.warm_slots,
+            "needed_mb": job["min_memory_mb"],
+            "gpus": _gpus(facts),
+            "mean_run_seconds": facts.run_s,
+        },
+    }
+
+
+def _gpus(facts: Facts) -> list[dict[str, Any]]:
+    """Free memory of each GPU, and what stands against it."""
+    if facts.ask is None:
+        return []
+    answers = [(gpu, refusal(gpu, facts.ask)) for gpu in facts.gpus[:MOST_GPUS]]
+    return [
+        {
+            "gpu_uuid": gpu.gpu_uuid,
+            "node_id": gpu.node_id,
+            "free_mb": gpu.free_mb,
+            "usable_mb": gpu.usable_mb,
+            "against": against and against[0],
+        }
+        for gpu, against in answers
+    ]

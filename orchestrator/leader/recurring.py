@@ -1,0 +1,65 @@
+"""Firing schedules: many in one fenced transaction; one that breaks it is found, passed over, and holds up nobody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from orchestrator.errors import StaleEpoch, Unavailable
+from orchestrator.jobs import NewJob, RetryPolicy
+from orchestrator.leader.term import Term
+from orchestrator.schedules import recurring_job
+from orchestrator.settings import Settings
+from orchestrator.store import schedules
+from orchestrator.store.admission import Admission
+from orchestrator.store.submit import MetOthers
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+#: Schedules that share a transaction; each may catch up on a hundred times.
+TOGETHER = 20
+#: Runs of a firing that keeps meeting rows which others insert at the same moment: an agent's first, or a lane's.
+MAX_RUNS = 10
+
+
+def fire_schedules(
+    term: Term, settings: Settings, policy: RetryPolicy, admission: Admission, limit: int
+) -> list[NewJob]:
+    """Fire what is due; the jobs that are new. They come in as every submit does."""
+    make = partial(recurring_job, max_bytes=settings.payload_max_bytes, max_depth=settings.payload_max_depth)
+    # Looked up under the term: one that was replaced must hear of it also when nothing is due.
+    due = term.write(lambda conn: schedules.due(conn, limit))
+    parts = [due[first : first + TOGETHER] for first in range(0, len(due), TOGETHER)]
+    return [job for part in parts for job in _fire(term, part, make, policy, admission)]
+
+
+def _fire(
+    term: Term, schedule_ids: Sequence[str], make: schedules.Make, policy: RetryPolicy, admission: Admission
+) -> list[NewJob]:
+    ruling = admission.ruling()
+    try:
+        fired = _met_nobody(
+            lambda: term.write(lambda conn: schedules.fire(conn, term.db, schedule_ids, make, policy, ruling.decide))
+        )
+    except (StaleEpoch, Unavailable):
+        raise
+    except Exception as error:
+        if len(schedule_ids) > 1:
+            return [job for one in schedule_ids for job in _fire(term, [one], make, policy, admission)]
+        log.exception("a schedule broke", extra={"schedule_id": schedule_ids[0]})
+        why = f"{type(error).__name__}: {error}"
+        term.write(lambda conn: schedules.pass_over(conn, schedule_ids[0], why))
+        return []
+    ruling.committed()
+    return fired
+
+
+def _met_nobody(fire: Callable[[], list[NewJob]]) -> list[NewJob]:
+    for _ in range(MAX_RUNS - 1):
+        try:
+            return fire()
+        except MetOthers:  # rolled back; the next run finds what they inserted
+            continue
+    return fire()

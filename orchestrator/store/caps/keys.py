@@ -1,0 +1,44 @@
+"""Which caps limit a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from orchestrator.jobs import NewJob
+from orchestrator.jsontext import listed
+from orchestrator.policies import Book, keys_of
+
+#: Of those who do not know the policies.
+NO_BOOK = Book()
+
+
+class Keyed(Protocol):
+    """A job, and what it shares with others; `concurrency_keys` is JSON."""
+
+    @property
+    def job_id(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def agent(self) -> str: ...
+    @property
+    def model_id(self) -> str | None: ...
+    @property
+    def concurrency_keys(self) -> str | None: ...
+
+
+def caps_of(book: Book, lane: str, job: Keyed) -> dict[str, int]:
+    """The caps that limit a job. A lane that is closed as a whole (`Book.closed`) is not among them."""
+    if not book.limits:
+        return {}
+    return _single(book, keys_of(lane, job.agent, job.type, job.model_id, listed(job.concurrency_keys)))
+
+
+def caps_of_new(book: Book, job: NewJob) -> dict[str, int]:
+    spec = job.spec
+    return _single(book, keys_of(spec.pool_id, spec.agent, spec.type, spec.model_id, spec.concurrency_keys))
+
+
+def _single(book: Book, keys: Iterable[str]) -> dict[str, int]:
+    return {key: most for key, most in book.capped(keys).items() if most or not key.startswith(("global", "pool:"))}

@@ -1,0 +1,166 @@
+"""What is known about a job that waits, asked of those who decide: the policies, the lane's order, placement.
+
+Every question has a bounded cost, whatever the backlog: whoever wonders why a job waits asks often.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, func, select
+
+from orchestrator.errors import JobNotFound
+from orchestrator.explanation import Cap, Facts, Team
+from orchestrator.jobs import DEFAULT_LANE, Queued, Status
+from orchestrator.jsontext import listed
+from orchestrator.leases import LeaseRequest, Terms
+from orchestrator.placement import Cluster
+from orchestrator.policies import Book, keys_of
+from orchestrator.pools import OPEN
+from orchestrator.store import gpus
+from orchestrator.store.dialect import seconds_since, utc_now
+from orchestrator.store.schema import (
+    LIVE_WORKERS,
+    concurrency_caps,
+    gate_states,
+    jobs,
+    leases,
+    results,
+    worker_pools,
+    workers,
+)
+from orchestrator.store.schema import gpus as gpu_rows
+
+#: Jobs before it that are counted; beyond, it is "at least".
+MOST_AHEAD = 10_000
+#: Jobs that ended last, among which those of its lane tell how long one takes.
+RECENT = 200
+
+
+def look(conn: Connection, job_id: str, book: Book, terms: Terms) -> tuple[Facts, datetime]:
+    """Everything that `explanation.explain` weighs, and the database's time. Raises JobNotFound."""
+    row = conn.execute(
+        select(jobs, utc_now().label("now"), seconds_since(jobs.c.not_before).label("due_s")).where(
+            jobs.c.job_id == job_id
+        )
+    ).one_or_none()
+    if row is None:
+        raise JobNotFound(job_id)
+    job = row._asdict()
+    if row.status != Status.PENDING:
+        return Facts(job), row.now
+    keys = keys_of(row.lane, row.agent, row.type, row.model_id, listed(row.concurrency_keys))
+    crew = _crew(conn, row.lane)
+    ahead = _ahead(conn, row)
+    facts = Facts(
+        job,
+        due_in_s=max(0.0, -float(row.due_s)) if row.due_s is not None else 0.0,
+        pool_state=_closed_as(conn, row.lane),
+        pauses={key: book.pauses[key].reason for key in keys if key in book.pauses},
+        caps=_caps(conn, book, keys),
+        gate=_gate(conn, row.blocked_on) if row.blocked_on else None,
+        teams=_teams(crew),
+        ahead=min(ahead, MOST_AHEAD),
+        ahead_at_least=ahead > MOST_AHEAD,
+        run_s=_mean_run(conn, row.lane),
+        warm_slots=_warm_slots(conn, row, crew),
+        **_placement(conn, row, crew, terms),
+    )
+    return facts, row.now
+
+
+def _closed_as(conn: Connection, lane: str) -> str | None:
+    if lane == DEFAULT_LANE:
+        return None
+    state = conn.execute(select(worker_pools.c.status).where(worker_pools.c.pool_id == lane)).scalar()
+    return None if state is None or state in OPEN else str(state)
+
+
+def _caps(conn: Connection, book: Book, keys: Sequence[str]) -> list[Cap]:
+    capped = {key: most for key, most in book.capped(keys).items() if key not in book.pauses}
+    if not capped:
+        return []
+    rows = conn.execute(
+        select(concurrency_caps.c.cap_key, concurrency_caps.c.in_use).where(concurrency_caps.c.cap_key.in_(capped))
+    )
+    in_use = {row.cap_key: row.in_use for row in rows}
+    return [Cap(key, in_use.get(key, 0), most) for key, most in capped.items()]
+
+
+def _gate(conn: Connection, name: str) -> str | None:
+    seen = conn.execute(select(gate_states.c.reason).where(gate_states.c.name == name)).scalar()
+    return seen or None
+
+
+def _crew(conn: Connection, lane: str) -> list[Row[Any]]:
+    has_gpus = select(func.count()).where(gpu_rows.c.node_id == workers.c.node_id).scalar_subquery()
+    found = select(workers.c.node_id, workers.c.types, workers.c.slots, workers.c.busy, has_gpus.label("gpus"))
+    return list(conn.execute(found.where(workers.c.pool_id == lane, workers.c.status.in_(LIVE_WORKERS))))
+
+
+def _teams(crew: Sequence[Row[Any]]) -> list[Team]:
+    """Those that can run the same, together."""
+    sums: dict[tuple[frozenset[str], bool], tuple[int, int]] = {}
+    for worker in crew:
+        kind = frozenset(json.loads(worker.types)), bool(worker.gpus)
+        slots, busy = sums.get(kind, (0, 0))
+        sums[kind] = slots + worker.slots, busy + worker.busy
+    return [Team(types, has_gpus, slots, busy) for (types, has_gpus), (slots, busy) in sums.items()]
+
+
+def _placement(conn: Connection, job: Row[Any], crew: Sequence[Row[Any]], terms: Terms) -> dict[str, Any]:
+    """What a claim would be told, on the nodes whose workers could make one."""
+    if not job.min_memory_mb:
+        return {}
+    able = {worker.node_id for worker in crew if job.type in json.loads(worker.types)}
+    views = [view for view in gpus.views(conn, terms.stale_s) if view.node_id in able]
+    wanted = LeaseRequest(job.agent, job.min_memory_mb, 0.0, job.gpu_count, job_id=job.job_id)
+    ask = wanted.ask()
+    return {
+        "ask": ask,
+        "gpus": views,
+        "placement": Cluster(views).place(ask, terms.policy, terms.recent.mix()),
+    }
+
+
+def _warm_slots(conn: Connection, job: Row[Any], crew: Sequence[Row[Any]]) -> int:
+    idle = select(func.count()).where(
+        leases.c.state == "active",
+        leases.c.resident,
+        leases.c.idle_since.is_not(None),
+        leases.c.job_type == job.type,
+        leases.c.model_id.is_not_distinct_from(job.model_id),
+        leases.c.node_id.in_(sorted({worker.node_id for worker in crew})),
+    )
+    return int(conn.execute(idle).scalar_one()) if crew else 0
+
+
+def _ahead(conn: Connection, job: Row[Any]) -> int:
+    """Jobs that the publisher and the workers take before it, counted no further than anybody wants to know."""
+    if job.queued == Queued.ANNOUNCED:
+        return _count(conn, job.lane, Queued.ANNOUNCED, jobs.c.rank < job.rank)
+    before = _count(conn, job.lane, Queued.READY, jobs.c.rank < job.rank)
+    # Not itself: it may have been announced since the look at its row.
+    others = jobs.c.job_id != job.job_id
+    return before + (_count(conn, job.lane, Queued.ANNOUNCED, others) if before <= MOST_AHEAD else 0)
+
+
+def _count(conn: Connection, lane: str, queued: Queued, *conditions: ColumnElement[bool]) -> int:
+    some = select(jobs.c.rank).where(jobs.c.lane == lane, jobs.c.queued == queued, *conditions).limit(MOST_AHEAD + 1)
+    return int(conn.execute(select(func.count()).select_from(some.subquery())).scalar_one())
+
+
+def _mean_run(conn: Connection, lane: str) -> float | None:
+    last = (
+        select(jobs.c.job_id, jobs.c.lane)
+        .where(jobs.c.status == Status.DONE)
+        .order_by(jobs.c.created_at.desc())
+        .limit(RECENT)
+        .subquery()
+    )
+    mean = select(func.avg(results.c.run_seconds)).join(last, results.c.job_id == last.c.job_id)
+    found = conn.execute(mean.where(last.c.lane == lane)).scalar()
+    return None if found is None else float(found)

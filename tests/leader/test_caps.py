@@ -1,0 +1,70 @@
+"""The leader's care for caps: policies that changed, holders that died, counts that are wrong."""
+
+import pytest
+from sqlalchemy import update
+
+from orchestrator.leader import duties
+from orchestrator.policies import Book, Scope, parse
+from orchestrator.store import policies, schema
+from tests.factories import hire, row, rows, set_job, submit
+from tests.leader.test_duties import announced
+
+
+def put(db, context, key, most):
+    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, key, parse(Scope.CONCURRENCY, {"max": most}), None))
+    context.policies.expire()
+
+
+@pytest.fixture
+def scene(db, context):
+    """Three jobs of an agent that may run one."""
+    put(db, context, "agent:a", 1)
+    hand, ids = hire(db), submit(db, 3, agent="a")
+    hand.book = Book(1, caps={"agent:a": 1})
+    hand.offer(*ids)
+    assert duties.keep_caps(context) == 0
+    return hand, ids
+
+
+def waiting(db, ids):
+    return [row(db, job_id).queued for job_id in ids]
+
+
+@pytest.mark.parametrize(("most", "ready"), [(2, 1), (9, 2), (None, 2), (1, 0), (0, 0)])
+def test_a_cap_that_is_raised_or_removed_lets_jobs_go_and_they_are_announced(db, raw, context, scene, most, ready):
+    _, ids = scene
+    if most is None:
+        db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a", None))
+        context.policies.expire()
+    else:
+        put(db, context, "agent:a", most)
+    assert duties.keep_caps(context) == ready
+    assert waiting(db, ids[1:]) == ["ready"] * ready + ["blocked"] * (2 - ready)
+    duties.publish(context)
+    assert len(announced(raw)) == ready
+
+
+def test_a_holder_that_dies_gives_its_seat_to_the_next(db, context, scene):
+    hand, ids = scene
+    hand.go_silent()
+    set_job(db, ids[0], worker_id="a-worker-that-nobody-knows")
+    for _ in range(2):
+        duties.reclaim(context)
+    duties.keep_caps(context)
+    assert [cap.in_use for cap in rows(db, schema.concurrency_caps)] == [0]
+    assert waiting(db, ids)[:2] == ["ready", "ready"]
+
+
+def test_wrong_counts_are_corrected_and_idle_keys_forgotten(db, context, scene):
+    _, ids = scene
+    for wrong in (0, 5):
+        db.write(lambda conn, wrong=wrong: conn.execute(update(schema.concurrency_caps).values(in_use=wrong)))
+        duties.keep_caps(context)
+        assert [cap.in_use for cap in rows(db, schema.concurrency_caps)] == [1]
+    assert duties.forget_caps(context) == 0
+    db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a", None))
+    context.policies.expire()
+    assert duties.forget_caps(context) == 0
+    set_job(db, ids[0], status="failed", held_caps=None)
+    duties.keep_caps(context)
+    assert duties.forget_caps(context) == 1

@@ -1,0 +1,146 @@
+"""Why a job waits: one reason, the one that would stop it first."""
+
+from datetime import UTC, datetime
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from orchestrator.explanation import Cap, Facts, Team, Why, as_document, explain
+from orchestrator.placement import Ask, Cluster, GpuView, Refused
+
+ECHO = Team(frozenset({"echo"}), has_gpus=True, slots=4, busy=4)
+FULL = GpuView("GPU-0", "n", 0, usable_mb=1000, leased_mb=900, foreign_mb=0)
+
+
+def job(**fields):
+    usual = {
+        "job_id": "j",
+        "status": "pending",
+        "type": "echo",
+        "lane": "default",
+        "queued": "ready",
+        "blocked_on": None,
+        "wait_reason": None,
+        "not_before": None,
+        "attempt": 0,
+        "attempts": 0,
+        "max_attempts": 5,
+        "error_kind": None,
+        "last_error": None,
+        "worker_id": None,
+        "min_memory_mb": None,
+        "cpu_fallback": False,
+    }
+    return usual | fields
+
+
+def no_room() -> dict[str, Any]:
+    ask = Ask(500, key="j")
+    placement = Cluster([FULL]).place(ask)
+    assert isinstance(placement, Refused)
+    return {"ask": ask, "gpus": [FULL], "placement": placement}
+
+
+def facts(**given) -> Facts:
+    return Facts(**({"job": job(), "teams": [ECHO]} | given))
+
+
+#: In the order in which they would stop a job; each by itself is the reason.
+OBSTACLES: dict[Why, dict[str, Any]] = {
+    Why.POOL_CLOSED: {"pool_state": "draining"},
+    Why.PAUSED: {"pauses": {"agent:a": "too loud"}},
+    Why.NO_WORKER: {"teams": []},
+    Why.CAP_FULL: {"caps": [Cap("agent:a", 2, 2)]},
+    Why.NO_GPU: no_room(),
+}
+
+
+@pytest.mark.parametrize("why", OBSTACLES)
+def test_a_single_obstacle_is_the_reason(why):
+    assert explain(facts(**OBSTACLES[why])).reason is why
+
+
+@pytest.mark.parametrize(("first", "second"), list(combinations(OBSTACLES, 2)))
+def test_of_two_obstacles_the_one_that_stops_it_first_is_told(first, second):
+    assert explain(facts(**(OBSTACLES[second] | OBSTACLES[first]))).reason is first
+
+
+def test_a_handler_that_nobody_has():
+    answer = explain(facts(job=job(type="embed")))
+    assert answer.reason is Why.NO_HANDLER and "'embed'" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "why", "words"),
+    [
+        ({"queued": "blocked", "blocked_on": "cap:host:a"}, Why.CAP_FULL, "1 of 1"),
+        ({"queued": "blocked", "blocked_on": "quiet", "wait_reason": "until 22:00"}, Why.BLOCKED, "until 22:00"),
+        ({"queued": "delayed"}, Why.NOT_BEFORE, "due in 7.0 s"),
+        (
+            {"queued": "delayed", "attempts": 2, "error_kind": "timeout"},
+            Why.RETRY_PAUSE,
+            "attempt 2 of 5 failed (timeout)",
+        ),
+        ({"queued": "delayed", "wait_reason": "no slot"}, Why.DEFERRED, "no slot; it is offered again in 7.0 s"),
+    ],
+)
+def test_what_it_waits_for_outside_of_its_lane(fields, why, words):
+    answer = explain(facts(job=job(**fields), due_in_s=7.0, caps=[Cap("host:a", 1, 1)]))
+    assert answer.reason is why and words in answer.message
+
+
+def test_a_gate_is_told_as_the_leader_saw_it_last():
+    waiting = job(queued="blocked", blocked_on="quiet", wait_reason="waits until it is quiet")
+    answer = explain(facts(job=waiting, gate="GPUs are 80 % busy"))
+    assert answer.message == "waits until it is quiet; by now: GPUs are 80 % busy"
+
+
+def test_a_job_put_off_for_memory_is_told_of_the_memory_of_now():
+    waiting = job(queued="delayed", wait_reason="needs 500 MB", min_memory_mb=500)
+    assert explain(facts(job=waiting, due_in_s=1.0, **no_room())).reason is Why.NO_GPU
+    assert explain(facts(job=waiting, due_in_s=1.0)).reason is Why.DEFERRED
+
+
+@pytest.mark.parametrize("relief", [{"job": job(cpu_fallback=True)}, {"warm_slots": 1}])
+def test_who_can_do_without_free_memory_is_not_told_of_it(relief):
+    assert explain(facts(**(no_room() | relief))).reason is Why.IN_LINE
+
+
+def test_its_place_and_when_its_turn_comes():
+    answer = explain(facts(ahead=8, run_s=3.0))
+    assert (answer.reason, answer.position, answer.starts_in_s) == (Why.IN_LINE, 9, 6.0)
+    assert "0 of 4 slots are free" in answer.message
+    assert explain(facts(ahead=8)).starts_in_s is None
+    assert explain(facts(ahead=8, ahead_at_least=True)).message.startswith("at least 8")
+    announced = explain(facts(job=job(queued="announced"), run_s=3.0))
+    assert (announced.reason, announced.position, announced.starts_in_s) == (Why.NEXT, 1, 0.0)
+
+
+@pytest.mark.parametrize("why", [Why.POOL_CLOSED, Why.PAUSED, Why.NO_WORKER, Why.NO_GPU])
+def test_nobody_guesses_when_an_obstacle_goes_away(why):
+    assert explain(facts(run_s=1.0, **OBSTACLES[why])).starts_in_s is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "why", "words"),
+    [
+        ({"status": "running", "attempt": 3, "worker_id": "w"}, Why.RUNNING, "attempt 3 on worker w"),
+        ({"status": "running", "worker_id": "w", "cancel_requested_at": "now"}, Why.STOPPING, "cancelled"),
+        ({"status": "failed", "last_error": "boom"}, Why.ENDED, "failed: boom"),
+        ({"status": "done"}, Why.ENDED, "it ended as done"),
+    ],
+)
+def test_a_job_that_does_not_wait(fields, why, words):
+    answer = explain(Facts(job(**fields)))
+    assert answer.reason is why and words in answer.message
+
+
+def test_the_document_has_the_evidence():
+    known = facts(caps=[Cap("agent:a", 2, 2)], **no_room())
+    evidence = as_document(known, explain(known), datetime.now(UTC))["evidence"]
+    assert evidence["caps"] == [{"key": "agent:a", "in_use": 2, "max": 2}]
+    assert evidence["gpus"] == [
+        {"gpu_uuid": "GPU-0", "node_id": "n", "free_mb": 100, "usable_mb": 1000, "against": "no_memory"}
+    ]
+    assert evidence["workers"] == [{"types": ["echo"], "has_gpus": True, "slots": 4, "busy": 4}]

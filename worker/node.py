@@ -1,0 +1,74 @@
+"""What all posts of a supervisor share: the node's servers, its GPUs, one heartbeat, one bell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from orchestrator.gpu import backends
+from orchestrator.gpu.watch import Watch
+from orchestrator.identity import node_id
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store.database import Database
+from orchestrator.store.inventory import Findings
+from orchestrator.store.policies import Copy
+from orchestrator.stream.hub import Hub
+from worker.acknowledger import Acknowledger
+from worker.custody import end_processes
+from worker.doorbell import Listener
+from worker.keepalive import Keepalive
+from worker.nursery import Nursery
+from worker.starts import Starts
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    """`rang` is called when somebody rang the bell."""
+
+    def __init__(self, settings: Settings, rang: Callable[[], None]) -> None:
+        self.settings = settings
+        self.node_id = node_id(settings)
+        self.db = Database(settings)
+        self.hub = Hub(settings)
+        self.policies = Copy()
+        self.publisher = Publisher(self.db, self.hub, settings, self.policies)
+        self.acknowledger = Acknowledger()
+        self.starts = Starts()
+        self.nursery = Nursery()
+        backend = backends.choose(settings.gpu_backend, self.node_id, settings.data_dir)
+        self.gpus = Watch(backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
+        # A connection of its own: however many posts write at once, no heartbeat waits for one of theirs to be free.
+        self._heart = Database(settings.model_copy(update={"db_pool_size": 1}))
+        self.keepalive = Keepalive(self._heart, self.node_id, self.gpus, settings, self._found)
+        self._rang = rang
+        self._bell = Listener(self.hub.doorbell(), settings, self._hear)
+
+    def start(self) -> None:
+        self.nursery.start()
+        self.publisher.start()
+        self.keepalive.start()
+        self._bell.start()
+
+    def close(self) -> None:
+        """After the last post is left."""
+        self.nursery.close()
+        self._bell.close()
+        self.keepalive.close()
+        self.publisher.close()
+        self.acknowledger.close(self.settings.redis_timeout_s)
+        self.gpus.close()
+        self.hub.close()
+        self._heart.close()
+        self.db.close()
+
+    def _hear(self) -> None:
+        self.policies.expire()
+        self.keepalive.poke()
+        self._rang()
+
+    def _found(self, findings: Findings) -> None:
+        end_processes(findings.orphans)
+        for uuid in findings.quarantined:
+            log.error("GPU quarantined: memory did not come back", extra={"gpu": uuid, "runbook": "gpu-quarantine"})

@@ -1,0 +1,214 @@
+"""Where slots are born: a process that has loaded what all slots need, and forks one whenever it is asked.
+
+    supervisor ──Nursery──▶ python -m worker.nursery FD [PARENT_PID] ──fork──▶ slot, slot, slot …
+
+A forked slot is there in milliseconds, and shares its memory with the others: the processor's caches hold the
+interpreter's own data once, not once for each slot, which is most of what a small job costs. The nursery has nothing
+that a slot must not have: no settings, no connection, no thread, no handler.
+
+It is the parent of the slots: they die with it, and it ends when the supervisor's end of its socket is closed; one that
+the supervisor's main thread started is also killed with it, frozen or not. Only the supervisor knows when a slot may be
+reaped, and its number so given to another process: when nobody will signal it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.gpu.processes import MARK
+from worker import builtin as _builtin  # noqa: F401 - loaded once, for all slots
+from worker import slot, wire
+
+#: Seconds in which it forks or reaps; it does nothing else.
+PATIENCE_S = 10.0
+#: Characters of a mark, all of which are kept free in the environment that the kernel shows of the slots.
+MARK_ROOM = 200
+#: Bytes of a question.
+MAX_QUESTION = 1 << 20
+#: What became of a slot whose nursery died: the kernel killed it.
+KILLED = -signal.SIGKILL
+
+
+class Child:
+    """A slot's process, of which the nursery is the parent."""
+
+    def __init__(self, pid: int, pidfd: int, nursery: _Process) -> None:
+        self.pid, self.pidfd = pid, pidfd
+        self._nursery = nursery
+
+    def reap(self) -> int:
+        """Its exit code, once it has ended. Its number may be another's after that."""
+        try:
+            return int(self._nursery.ask({"reap": self.pid})[0]["code"])
+        except OSError:
+            return KILLED
+
+
+class Nursery:
+    """The supervisor's side. Any thread may ask; who does first starts the process, unless `start` did, or it died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    def start(self) -> None:
+        self._living()
+
+    def bear(self, arguments: Sequence[str], fds: Sequence[int], environment: Mapping[str, str], mark: str) -> Child:
+        """A new slot with these files (whose numbers come before its arguments). Raises OSError."""
+        order = {"arguments": list(arguments), "environment": dict(environment), "mark": mark}
+        try:
+            return _child(self._living(), order, fds)
+        except OSError:
+            return _child(self._living(), order, fds)  # by another nursery
+
+    def _living(self) -> _Process:
+        with self._lock:
+            if self._process is None or self._process.closed:
+                self._process = _Process()
+            return self._process
+
+    def close(self) -> None:
+        """After the last slot has ended."""
+        with self._lock:
+            if self._process is not None:
+                self._process.close()
+
+
+class _Process:
+    """One nursery process: a question, an answer."""
+
+    def __init__(self) -> None:
+        self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._end.settimeout(PATIENCE_S)
+        self._lock = threading.Lock()
+        self.closed = False
+        # The kernel's signal at a parent's death means the thread that started the child.
+        lasting = threading.current_thread() is threading.main_thread()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "worker.nursery",
+                    str(theirs.fileno()),
+                    *([str(os.getpid())] if lasting else []),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # signals from a terminal are for the supervisor
+                # The last keeps programs that name their processes from writing over the mark.
+                env={**_without_settings(os.environ), MARK: " " * MARK_ROOM, "SPT_NOENV": "1"},
+            )
+
+    def ask(self, question: dict[str, Any], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
+        """Raises OSError when it does not answer; then it is ended, since a late answer would pass for the next."""
+        with self._lock:
+            if self.closed:
+                raise BrokenPipeError("the nursery is gone")
+            try:
+                socket.send_fds(self._end, [json.dumps(question).encode()], fds)
+                answer, answered, _, _ = socket.recv_fds(self._end, MAX_QUESTION, 1)
+                if not answer:
+                    raise BrokenPipeError("the nursery ended")
+            except OSError:
+                self._end_it()
+                raise
+        return json.loads(answer), answered
+
+    def close(self) -> None:
+        with self._lock:
+            if not self.closed:
+                self._end_it()
+
+    def _end_it(self) -> None:
+        """All its slots die with it."""
+        self.closed = True
+        self._end.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _child(process: _Process, order: dict[str, Any], fds: Sequence[int]) -> Child:
+    answer, (pidfd,) = process.ask(order, fds)
+    return Child(answer["pid"], pidfd, process)
+
+
+def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Handlers get no database password: what they need comes with the job."""
+    return {name: value for name, value in environ.items() if not name.startswith("ORCH_")}
+
+
+# ── the process itself ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    """Answer until the supervisor is gone. In a slot, it returns when the slot's life is over."""
+    number, *parent = sys.argv[1:]
+    if parent:
+        wire.die_with_parent(int(parent[0]))
+    end = socket.socket(fileno=int(number))
+    os.set_inheritable(end.fileno(), False)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # those who stop whole groups mean the supervisor, which drains
+        signal.signal(stop, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # a collection would write to, and so copy, memory that all slots share
+    while True:
+        question, fds, _, _ = socket.recv_fds(end, MAX_QUESTION, 8)
+        if not question:
+            return
+        order = json.loads(question)
+        if "reap" in order:
+            _, status = os.waitpid(order["reap"], 0)
+            end.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
+            continue
+        nursery, pid = os.getpid(), os.fork()
+        if pid == 0:
+            end.close()
+            _be_a_slot(order, fds, nursery)
+            return
+        _lead_its_group(pid)
+        for fd in fds:
+            os.close(fd)
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(end, [json.dumps({"pid": pid}).encode()], [pidfd])
+        os.close(pidfd)
+
+
+def _be_a_slot(order: dict[str, Any], fds: Sequence[int], nursery: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _lead_its_group(0)
+    _wear(order["mark"])
+    os.environ.update(order["environment"])
+    sys.argv[1:] = [*map(str, fds), str(nursery), *order["arguments"]]
+    slot.main()
+
+
+def _lead_its_group(pid: int) -> None:
+    """A process group of its own, to be killed as one. Both sides say so: whoever comes first, nobody is too early."""
+    os.setpgid(pid, 0)
+
+
+def _wear(mark: str) -> None:
+    """Be recognised by this mark: in the environment of all descendants, and in what the kernel shows of this process.
+
+    That is the environment which its nursery was started with: its room for a mark is written over.
+    """
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    ctypes.memmove(libc.getenv(MARK.encode()), mark.encode().ljust(MARK_ROOM, b"\0"), MARK_ROOM)
+    os.environ[MARK] = mark
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Who the slots of a session are: which are free, what each runs or keeps warm, and which one takes a job.
+
+Any thread may ask and tell; one lock holds it together. The slots' own thread (`slots.SlotPool`) adds those that it
+started and removes those that ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+
+from orchestrator.leases import ResidentSlot
+from orchestrator.store.claim import Claim
+from worker.handlers import Batching
+from worker.post import Model
+from worker.process import SlotProcess, loading
+from worker.run import Batch
+
+#: Seconds between looks whether anything runs still.
+LOOK_EVERY_S = 0.1
+#: Jobs of less than this many seconds are worth waiting for.
+QUICK_S = 0.002
+#: Seconds that a slot which must go gets to unload its model.
+STOP_S = 5.0
+
+
+class Roster:
+    def __init__(self, count: int, cancel_step_s: float, model: Model | None = None) -> None:
+        self._count = count
+        self._cancel_step_s = cancel_step_s
+        self._model = model
+        #: Slots that were evicted for others: who takes their place loads nothing before a job needs it.
+        self._evicted = 0
+        self._slots: list[SlotProcess] = []
+        self._free: list[SlotProcess] = []
+        self._changed = threading.Condition()  # over a lock that its holder may take again
+        self._closing = False
+        self._failures = 0
+        #: Why slots do not start; None when they do.
+        self.trouble: str | None = None
+        #: Moving average of how long jobs run.
+        self._usual_run_s = 0.0
+        #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
+        self.memory: dict[str, int] = {}
+        #: Types whose models leave for nobody.
+        self.pinned: frozenset[str] = frozenset()
+        self.batching = Batching()
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def wait_known(self, timeout_s: float) -> bool:
+        """Wait until the handlers are known: the first slot is up."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self.memory or self._closing, timeout_s))
+
+    def memory_for(self, type: str) -> int | None:
+        """Default need in MB of this job type's handler; None when there is no handler."""
+        return self.memory.get(type)
+
+    def size_of(self, type: str) -> int:
+        """Jobs in a full batch of this type; 0 when its handler takes them one by one."""
+        return self.batching.sizes.get(type, 0)
+
+    @property
+    def quick(self) -> bool:
+        """Whether jobs usually end within a few milliseconds."""
+        return self._usual_run_s < QUICK_S
+
+    def usable(self) -> int:
+        """Slots that take jobs, or run one."""
+        with self._changed:
+            return sum(slot.ready and not (slot.dying or slot.leaving) for slot in self._slots)
+
+    def busy(self) -> int:
+        with self._changed:
+            return sum(slot.occupied for slot in self._slots)
+
+    def marks(self) -> set[str]:
+        """Slots whose processes live."""
+        with self._changed:
+            return {slot.mark for slot in self._slots}
+
+    def resident(self) -> tuple[str, ...]:
+        """The leases of the models that slots keep."""
+        with self._changed:
+            return tuple(slot.resident.key for slot in self._slots if slot.resident)
+
+    # ── jobs ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wait_free(self, timeout_s: float, linger_s: float = 0.0) -> int:
+        """Free slots, waiting up to `timeout_s` for the first.
+
+        When the running jobs are likely to end within `linger_s`, waits that long for them too: one claim for
+        sixteen jobs costs little more than one for eight.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closing, timeout_s)
+            if self._free and self.quick:
+                self._changed.wait_for(lambda: len(self._free) == len(self._slots) or self._closing, linger_s)
+            return len(self._free)
+
+    def vacancies(self) -> tuple[list[ResidentSlot], int]:
+        """Of the free slots, the models that some keep warm, the most recently used first, and how many are blank."""
+        with self._changed:
+            warm = sorted((slot for slot in self._free if slot.resident), key=lambda slot: -slot.idle_since)
+            return [slot.resident for slot in warm if slot.resident], len(self._free) - len(warm)
+
+    def dispatch(self, batch: Batch) -> bool:
+        """Give jobs to a free slot that may run them; False when there is none (any more)."""
+        with self._changed:
+            slot = None if self._closing else self._slot_for(batch[0])
+            if slot is None:
+                return False
+            self._free.remove(slot)
+            slot.take(batch)
+        slot.send_jobs(batch)
+        return True
+
+    def _slot_for(self, claim: Claim) -> SlotProcess | None:
+        """Under a warm model's lease: its slot. With a lease of its own: one that holds nothing. Else any."""
+        if claim.lease and claim.lease.resident:
+            return next((s for s in self._free if s.resident and s.resident.key == claim.lease.resident), None)
+        blank = next((slot for slot in reversed(self._free) if slot.resident is None), None)
+        if blank is not None or claim.gpus:
+            return blank
+        return self._free[-1] if self._free else None
+
+    def _release(self, slot: SlotProcess) -> None:
+        with self._changed:
+            slot.ready, slot.run, slot.inspected = True, None, False
+            self._failures, self.trouble = 0, None
+            if slot.worn:
+                slot.kill()
+            elif slot.leaving:
+                slot.stop(STOP_S)
+            elif self._closing:
+                slot.send({"stop": True})
+            elif not slot.dying:
+                self._free.append(slot)
+            if len(self._free) in (1, len(self._slots)) or self._closing:
+                self._changed.notify_all()  # waking everybody for each slot would cost more than the job
+
+    def cancel(self, job_id: str, attempt: int) -> None:
+        """Stop this job, gently at first. Its end comes like any other; asking again changes nothing."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.runs(job_id, attempt):
+                    slot.cancel(job_id, self._cancel_step_s)
+
+    def answer(self, claim: Claim, question: int, owns: bool) -> None:
+        """Tell the slot that runs this job whether the job is still its own."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.runs(claim.job_id, claim.attempt):
+                    slot.send({"owns": owns, "question": question})
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing runs; False when something still does after `timeout_s`."""
+        with self._changed:
+            deadline = time.monotonic() + timeout_s
+            while any(slot.occupied for slot in self._slots):
+                if time.monotonic() >= deadline:
+                    return False
+                self._changed.wait(LOOK_EVERY_S)
+            return True
+
+    def hand_back(self, reason: str) -> None:
+        """Kill the process groups of all running jobs, which may run elsewhere."""
+        with self._changed:
+            for slot in self._slots:
+                slot.hand_back(reason)
+
+    def lose_gpus(self, uuids: Collection[str]) -> None:
+        """End what runs or is kept on GPUs that are lost."""
+        with self._changed:
+            for slot in self._slots:
+                slot.lose_gpu(uuids)
+
+    # ── what a leased job leaves ───────────────────────────────────────────────────────────────────────────
+
+    def reuse(self, mark: str) -> None:
+        """Its leased job left nothing on the GPU."""
+        with self._changed:
+            for slot in self._inspected(mark):
+                slot.resident = None
+                self._release(slot)
+
+    def settle_in(self, mark: str, model: ResidentSlot) -> bool:
+        """Its leased job left a model that stays; False when the slot is gone or going."""
+        with self._changed:
+            found = [slot for slot in self._inspected(mark) if not (slot.dying or slot.worn)]
+            for slot in found:
+                slot.idle_since = time.monotonic()
+                if slot.resident is None:
+                    slot.resident, slot.resident_since = model, slot.idle_since
+                self._release(slot)
+            return bool(found)
+
+    def retire(self, mark: str) -> None:
+        """Its leased job left memory in use: the process must go. Another one takes its place."""
+        with self._changed:
+            for slot in self._inspected(mark):
+                slot.inspected, slot.resident = False, None
+                slot.kill()
+
+    def _inspected(self, mark: str) -> list[SlotProcess]:
+        return [slot for slot in self._slots if slot.mark == mark and slot.inspected]
+
+    # ── warm models ────────────────────────────────────────────────────────────────────────────────────────
+
+    def awaits_load(self, mark: str) -> bool:
+        with self._changed:
+            return any(slot.mark == mark and slot.unloaded and not slot.dying for slot in self._slots)
+
+    def load(self, mark: str, model: ResidentSlot | None) -> bool:
+        """Let a slot load its pool's model, under this lease; False when the slot is gone or going."""
+        assert self._model is not None, "only slots of a pool with a model ask for it"
+        with self._changed:
+            found = next((s for s in self._slots if s.mark == mark and s.unloaded and not (s.dying or s.leaving)), None)
+            if found is None or self._closing:
+                return False
+            found.unloaded, found.loading, found.resident = False, True, model
+            head = loading(self._model.type, self._model.model_id, model)
+        found.send({"load": head})
+        return True
+
+    def evict(self, keys: Collection[str], idle_s: float = 0.0) -> None:
+        """End free slots that keep a model warm under one of these leases, and have been idle for so long."""
+        with self._changed:
+            since = time.monotonic() - idle_s
+            warm = [slot for slot in self._free if slot.resident and slot.resident.key in keys]
+            for slot in [slot for slot in warm if slot.idle_since <= since]:
+                self._unseat(slot)
+
+    def make_blank(self, min_s: float) -> None:
+        """End the warm model that was idle longest, so that another job gets its slot, unless it came just now."""
+        with self._changed:
+            since = time.monotonic() - min_s
+            warm = [slot for slot in self._free if slot.resident and slot.resident.type not in self.pinned]
+            old = [slot for slot in warm if slot.resident_since <= since]
+            for slot in sorted(old, key=lambda slot: slot.idle_since)[:1]:
+                self._unseat(slot)
+
+    def _unseat(self, slot: SlotProcess) -> None:
+        self._free.remove(slot)
+        self._evicted += 1
+        slot.kill()
+
+    def _dismiss(self, slot: SlotProcess) -> None:
+        slot.leaving = True
+        if slot in self._free:
+            self._free.remove(slot)
+            slot.stop(STOP_S)
+        elif not slot.occupied:
+            slot.kill()  # nothing runs there yet
