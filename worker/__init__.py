@@ -7,7 +7,7 @@
     ├─ ledger      claims + leases, starts, ends → one transaction
     ├─ custody     look at the GPU before a leased job and after it: warm model, nothing, or processes to wait for
     ├─ ownership   answer handlers that ask whether their job is still their own
-    └─ lifeline    until when leased jobs may run, in memory that every slot watches
+    └─ lifeline    until when jobs may begin and leased ones may run, in memory that every slot reads
     once, for all of them:
     ├─ nursery     a process that forks the slots
     ├─ gpu-watch   ask the GPU driver, so that it holds up nobody else

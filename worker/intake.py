@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 MAX_LINGER_S = 0.01
 #: Longest pause between tries while a server is away.
 MAX_PAUSE_S = 2.0
+#: Seconds between looks whether a heartbeat came through at last.
+UNVOUCHED_PAUSE_S = 0.05
 
 
 class Intake:
@@ -47,6 +49,7 @@ class Intake:
         held: Held,
         settings: Settings,
         *,
+        vouched: Callable[[], bool],
         no_room: Callable[[Sequence[Claim]], dict[str, str]],
         on_read: Callable[[int, bool], None],
         on_refused: Callable[[Claim, str | None], None],
@@ -64,6 +67,7 @@ class Intake:
         self._on_refused = on_refused
         self._on_denied = on_denied
         self._no_room = no_room
+        self._vouched = vouched
         #: Whether the last read brought as much as was asked for, so that the next will probably bring something too.
         self.backlogged = False
         #: Entries that were read, and not yet claimed or let go.
@@ -108,6 +112,9 @@ class Intake:
         self._leave()
 
     def _step(self) -> None:
+        if not self._vouched():  # its slots would give back whatever it claimed
+            self._stop.wait(UNVOUCHED_PAUSE_S)
+            return
         free = self._slots.wait_free(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
         if not free or self._stop.is_set():
             return

@@ -139,6 +139,7 @@ class Session:
             self._ledger,
             self._held,
             self._settings,
+            vouched=lambda: self._lifeline.vouched,
             no_room=self._custody.no_room,
             on_read=self._read,
             on_refused=self._refused,
