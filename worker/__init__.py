@@ -3,6 +3,7 @@
     supervisor process                                     slot processes, one session each
     each pool that it serves:
     ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs, one or a batch to a call
+    ├─ hand        jobs claimed ahead, while they are over within moments
     ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
     ├─ ledger      claims + leases, starts, ends → one transaction
     ├─ custody     look at the GPU before a leased job and after it: warm model, nothing, or processes to wait for

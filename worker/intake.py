@@ -1,7 +1,8 @@
 """Takes jobs in: as many entries as free slots can run → claim and lease in one transaction → dispatch.
 
-Nothing is buffered: an entry is read only for a slot that is free now, or for a place in the batch that such a slot is
-about to run. One batch is filled before the next slot gets any.
+An entry is read only for a slot that is free now, or for a place in the batch that such a slot is about to run; while
+jobs are over within moments, also for one that is free in a moment (`worker.hand`). One batch is filled before the next
+slot gets any.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Intake:
         if not self._vouched():  # its slots would give back whatever it claimed
             self._stop.wait(UNVOUCHED_PAUSE_S)
             return
-        free = self._slots.wait_free(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
+        free = self._slots.wait_room(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
         if not free or self._stop.is_set():
             return
         seats = Seats(free, self._slots.batching.sizes)

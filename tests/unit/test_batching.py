@@ -113,7 +113,7 @@ def test_nothing_is_read_while_nobody_vouches_for_the_worker(monkeypatch):
     lane = Lane("many")
     intake = intake_of(lane, ("many",))
     intake._vouched = lambda: False
-    intake._slots = Mock(wait_free=Mock(side_effect=AssertionError("asked for a free slot")))
+    intake._slots = Mock(wait_room=Mock(side_effect=AssertionError("asked for a free slot")))
     intake._step()
     assert len(intake._unanswered) == 1
 
