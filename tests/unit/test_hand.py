@@ -174,3 +174,9 @@ def test_nothing_is_kept_once_it_closes(roster):
     open_hand(roster)
     roster._closing = True
     assert not roster.dispatch(job("a"))
+
+
+def test_whoever_waits_in_hand_is_first_when_nothing_more_is_claimed_ahead(roster):
+    roster._free = [Slot(resident=KEEPS.resident)]
+    assert roster.dispatch(job("leased", lease=GPU))
+    assert roster.wait_room(0.0) == 0
