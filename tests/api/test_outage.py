@@ -20,6 +20,8 @@ from tests.factories import gpu, hire
 from tests.servers import MariaDB, Redis
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.embedded_too
+
 JOB = {"type": "echo", "payload": {}}
 
 
@@ -106,8 +108,6 @@ PROGRAM = """
 from orchestrator.api.server import serve
 from orchestrator.config import load
 from orchestrator.telemetry import logs
-
-pytestmark = pytest.mark.embedded_too
 settings = load().settings
 logs.configure(settings)
 serve(settings, ready=lambda url: print(url, flush=True))
