@@ -100,8 +100,8 @@ class JobsOf(Polite[Door]):
 
         They go in batches, one after the other and so in order, or `threads` at a time (0: as many as suits the
         machine). A server that says "later" is asked again then, for up to `patience_s` seconds since a job got in.
-        Raises JobsRefused, whose `answers` say which got in. Jobs with ids of your own may be sent again after any
-        error: those that are stored already answer `created: false`.
+        Raises JobsRefused, whose `answers` say which got in, and ServerUnreachable. Jobs with ids of your own may be
+        sent again after any error: those that are stored already answer `created: false`.
         """
         submitting = Submitting(self._door, patience_s, on_wait)
         return Submitting.all.steps(submitting, jobs, threads=threads)
