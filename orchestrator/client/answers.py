@@ -194,8 +194,15 @@ class Purged(TypedDict):
     sample: NotRequired[list[str]]
 
 
+class Added(TypedDict):
+    """Which tasks are new."""
+
+    workflow_id: str
+    added: Any
+
+
 class Workflow(TypedDict):
-    """`progress` counts tasks: `completed` of `total`, and how they ended."""
+    """`progress` counts tasks: `completed` of `total`, and how they ended. A cancel answers id and status alone."""
 
     workflow_id: str
     status: WorkflowStatus
