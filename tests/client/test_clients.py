@@ -21,6 +21,7 @@ from orchestrator.client import (
     NotEnded,
     Refused,
     ServerUnreachable,
+    answers,
     nouns,
     patience,
     submitting,
@@ -215,6 +216,40 @@ def test_an_address_that_is_none() -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ConfigError):
             kind("nonsense")
+
+
+def test_answers_have_what_their_types_say(connect: Callable[..., Any], api: Running, server: Orchestrator) -> None:
+    client = connect(server.url)
+    submitted = client.submit(JOB | {"max_attempts": 1})
+    job_id = submitted["job_id"]
+    explained = client.explain(job_id)
+    moved = client.set_priority(job_id, 1)
+    bury(api, hire(api.db), [job_id])
+    pool = client.pools.create("typed", desired_workers=0)
+    listed = next(one for one in client.pools.list() if one["pool_id"] == "typed")
+    with client._client.lease(min_memory_mb=1):
+        [held] = client.leases()
+    found: list[tuple[Any, Any]] = [
+        (answers.Submitted, submitted),
+        (answers.Explanation, explained),
+        (answers.Prioritized, moved),
+        (answers.Job, client.get(job_id)),
+        (answers.Job, next(client.as_completed([job_id]))),
+        (answers.Event, client.events(job_id)[0]),
+        (answers.Stats, client.stats()),
+        (answers.DeadLetter, next(client.dlq.list())),
+        (answers.Redriven, client.dlq.redrive(dry_run=True)),
+        (answers.Retried, client.retry(job_id)),
+        (answers.Cancelled, client.cancel(job_id)),
+        (answers.Purged, client.dlq.purge()),
+        (answers.Pool, pool),
+        (answers.Pool, listed),
+        (answers.PoolState, client.pools.evict("typed")),
+        (answers.Deleted, client.pools.delete("typed")),
+        (answers.Lease, held),
+    ]
+    missing = {kind.__name__: kind.__required_keys__ - answer.keys() for kind, answer in found}
+    assert {name: keys for name, keys in missing.items() if keys} == {}
 
 
 # --- many jobs ---
