@@ -23,6 +23,7 @@ from orchestrator.api import (
     schedules,
     submit,
     workers,
+    workflows,
 )
 from orchestrator.api.backend import Backend
 from orchestrator.api.guard import Guard
@@ -41,6 +42,7 @@ NOUNS = (
     pools,
     policies,
     schedules,
+    workflows,
     control,
     cluster,
     health,
