@@ -1,7 +1,8 @@
-"""Tasks that a running job adds, on their way: what a handler asked for, and which jobs become of it. Pure.
+"""Tasks that a running job adds, on their way: what a handler asked for, and which jobs become of it.
 
-They travel in frames of entries. An entry is one task, a run of a map's parts, or the task that collects a map. Parts
-are numbered, never written out: those of a range are three numbers, however many they are.
+Pure, and light, since every slot loads it. They travel in frames of entries. An entry is one task, a run of a map's
+parts, or the task that collects a map. Parts are numbered, never written out: those of a range are three numbers,
+however many they are.
 
     frame = {"base": ID, "entries": [entry, …]}        a task's id is BASE.NUMBER
     entry = {"n", "count", "type", "payload", "options", "optional",
@@ -18,24 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.jobs import NewJob
-from orchestrator.workflows import Limits
+from orchestrator.errors import InvalidInput
 
 #: Tasks that one attempt may add.
 MAX_TASKS = 1_000_000
 #: What a task has from the job that adds it, or cannot have.
 RESERVED = frozenset({"type", "payload", "job_id", "workflow_id", "agent", "earliest_start_at"})
-
-
-@dataclass(frozen=True)
-class Parent:
-    """The job that adds tasks: what they have from it, unless they say otherwise."""
-
-    workflow_id: str
-    agent: str
-    pool_id: str
-    priority: int
-    trace_context: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,18 +43,6 @@ class Spawned:
     parts: int | None
     #: The task that gets its result, and in which place.
     feeds: tuple[str, int] | None
-
-    def job(self, parent: Parent, limits: Limits) -> NewJob:
-        """Raises InvalidInput or PayloadTooLarge."""
-        usual = {"pool_id": parent.pool_id, "priority": parent.priority}
-        own = {
-            "type": self.type,
-            "payload": self.payload,
-            "job_id": self.job_id,
-            "workflow_id": parent.workflow_id,
-            "agent": parent.agent,
-        }
-        return NewJob.prepare(usual | self.options | own, limits.max_bytes, limits.max_depth, parent.trace_context)
 
 
 def count(body: str) -> int:
@@ -87,9 +64,11 @@ def tasks(body: str, first: int, most: int) -> list[Spawned]:
 
 
 def samples(body: str) -> Iterator[Spawned]:
-    """The first and the last task of each entry: the others are like them."""
+    """The first and the last task of each entry: the others are like them. Raises InvalidInput."""
     frame = json.loads(body)
     for entry in frame["entries"]:
+        if taken := sorted(RESERVED & entry.get("options", {}).keys()):
+            raise InvalidInput(f"{taken[0]}: no option of a task that a job adds", taken[0])
         for place in sorted({0, int(entry["count"]) - 1}):
             yield _task(frame["base"], entry, place)
 

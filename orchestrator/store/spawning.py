@@ -19,7 +19,7 @@ from orchestrator.errors import InvalidInput
 from orchestrator.gates import CAPACITY, FOR_UNITS, QUIET, UNTIL_QUIET
 from orchestrator.jobs import OWNED, NewJob, RetryPolicy
 from orchestrator.policies import Book
-from orchestrator.spawning import Parent, Spawned
+from orchestrator.spawning import Spawned
 from orchestrator.store import audit, flows
 from orchestrator.store.blocked import TASKS
 from orchestrator.store.database import Database
@@ -33,6 +33,35 @@ from orchestrator.workflows import BAD, GOOD, FlowStatus, Limits
 BATCH = 500
 #: Runs of a batch that keeps meeting rows which others insert at the same moment: an agent's first, or a lane's.
 MAX_RUNS = 10
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The job that adds tasks: what they have from it, unless they say otherwise."""
+
+    workflow_id: str
+    agent: str
+    pool_id: str
+    priority: int = 0
+    trace_context: str | None = None
+
+    def job(self, task: Spawned, limits: Limits) -> NewJob:
+        """Raises InvalidInput or PayloadTooLarge."""
+        usual = {"pool_id": self.pool_id, "priority": self.priority}
+        own = {
+            "type": task.type,
+            "payload": task.payload,
+            "job_id": task.job_id,
+            "workflow_id": self.workflow_id,
+            "agent": self.agent,
+        }
+        return NewJob.prepare(usual | task.options | own, limits.max_bytes, limits.max_depth, self.trace_context)
+
+
+def check(body: str, parent: Parent, limits: Limits) -> None:
+    """Raises InvalidInput for a frame of which no jobs can be made."""
+    for task in spawning.samples(body):
+        parent.job(task, limits)
 
 
 def stage(conn: Connection, job_id: str, attempt: int, seq: int, body: str) -> None:
@@ -72,8 +101,9 @@ class Made:
     """What one transaction made of an attempt's tasks."""
 
     count: int = 0
-    #: Whether there may be more.
+    #: Whether there is more, or somebody else is at it.
     more: bool = False
+    busy: bool = False
     lanes: set[str] = field(default_factory=set)
 
 
@@ -94,7 +124,7 @@ def make(conn: Connection, db: Database, one: Marked, rules: Rules) -> Made:
     own = and_(spawns.c.job_id == one.job_id, spawns.c.attempt == one.attempt)
     marker = conn.execute(select(spawns).where(own).with_for_update(skip_locked=True)).one_or_none()
     if marker is None:
-        return Made()
+        return Made(busy=conn.execute(select(spawns.c.job_id).where(own)).first() is not None)
     # After the lock: whoever stops the workflow waits for it, and we see what he wrote.
     status = conn.execute(select(workflows.c.status).where(workflows.c.workflow_id == marker.workflow_id)).scalar()
     if status != FlowStatus.RUNNING:
@@ -106,12 +136,13 @@ def make(conn: Connection, db: Database, one: Marked, rules: Rules) -> Made:
     try:
         found = spawning.tasks(frame.body, frame.made, BATCH)
         parent = _parent(conn, marker)
-        new = [(task, task.job(parent, rules.limits)) for task in found]
+        new = [(task, parent.job(task, rules.limits)) for task in found]
     except InvalidInput as wrong:
         return _give_up(conn, marker, wrong.message)
     _insert(conn, db, marker.workflow_id, new, rules)
     _advance(conn, marker, frame, len(found))
-    return Made(len(found), marker.remaining > len(found), {job.spec.pool_id for _, job in new})
+    lanes = {job.spec.pool_id for _, job in new}
+    return Made(len(found), more=marker.remaining > len(found), lanes=lanes)
 
 
 def _parent(conn: Connection, marker: Row[Any]) -> Parent:

@@ -1,9 +1,10 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
 python -m tests.bench [--jobs 10000] [--leases 4096] [--submits 50000] [--rounds 3] [--slots 16] [--json]
-                      [--only jobs|leases|batching|pools|flood|caps|publish|shares]
+                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|map] [--parts 100000]
 
-`shares` is run only when asked for: it takes minutes, and exits with 1 when an agent does not get its share.
+`shares` and `map` are run only when asked for: they take minutes, and exit with 1 when an agent does not get its share,
+or when a map of so many parts, whose workers are killed meanwhile, is not exactly what it should be.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from orchestrator.settings import Settings
 from tests.bench import caps, raw
 from tests.bench.flood import COUNT, Flood
 from tests.bench.leases import Leases
+from tests.bench.mapping import Mapping, wrong_with
 from tests.bench.ours import Ours
 from tests.bench.publish import BACKLOGS, TAKEN, Publishing
 from tests.bench.shares import LATE_WINDOWS, TOLERANCE, WANTED, WINDOW, Shares
@@ -44,7 +46,7 @@ def main() -> None:
                     measure(mariadb, redis, options, figures)
     medians = {name: statistics.median(values) for name, values in figures.items()}
     _report(medians, figures, options)
-    if figures.get("shares missed"):
+    if figures.get("shares missed") or figures.get("map is wrong"):
         sys.exit(1)
 
 
@@ -161,6 +163,27 @@ def _caps(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures:
                 capped.close()
 
 
+def _map(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/map.db" if options.sqlite else mariadb.create_database("bench_map")
+        mapping = Mapping(url, redis.url, Path(folder), options.slots)
+        try:
+            found = mapping.run(options.parts)
+            wrong = wrong_with(found, options.parts, mapping.peaks)
+        finally:
+            mapping.close()
+    figures[f"map of {options.parts:,} parts: seconds"].append(found["seconds"])
+    figures["map: parts a second"].append(options.parts / found["seconds"])
+    figures["map: workers killed"].append(mapping.kills)
+    figures["map: runs of the task that collects"].append(found["runs"])
+    for kind, mib in sorted(mapping.peaks.mib.items()):
+        figures[f"peak MiB, {kind}"].append(mib)
+    for told in wrong:
+        print(told, file=sys.stderr)
+        figures["map is wrong"].append(1)
+
+
 PARTS = {
     "leases": _grants,
     "jobs": _round,
@@ -170,8 +193,9 @@ PARTS = {
     "caps": _caps,
     "publish": _publish,
     "shares": _shares,
+    "map": _map,
 }
-ON_DEMAND = {"shares"}
+ON_DEMAND = {"shares", "map"}
 
 
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -207,6 +231,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--leases", type=int, default=4096)
     parser.add_argument("--submits", type=int, default=COUNT)
+    parser.add_argument("--parts", type=int, default=100_000)
+    parser.add_argument("--sqlite", action="store_true", help="the map on SQLite")
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=16)
