@@ -97,6 +97,10 @@ def schedule_path(schedule_id: str, *more: str) -> str:
     return "/".join(["/schedules", _segment(schedule_id), *more])
 
 
+def workflow_path(workflow_id: str, *more: str) -> str:
+    return "/".join(["/workflows", _segment(workflow_id), *more])
+
+
 def lease_path(token: str, action: str) -> str:
     return f"/leases/{_segment(token)}/{action}"
 

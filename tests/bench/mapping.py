@@ -16,8 +16,9 @@ from orchestrator.store.database import Database
 from tests.cluster import Cluster, Member
 from tests.processes import children
 
-#: Seconds between two kills, and how many workers there are.
-KILL_EVERY_S, WORKERS = 20.0, 2
+#: A worker is killed whenever so much of it is done: while tasks are being made, in the middle, near the end.
+KILLS = (0.001, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.999)
+WORKERS = 2
 #: No process may ever be larger.
 MOST_MIB = 300.0
 
@@ -58,7 +59,7 @@ class Mapping:
             max_crashes=100,
         )
         self.cluster = Cluster(self.settings, folder)
-        migrate.upgrade(self.settings)
+        migrate.upgrade(self.cluster.db)
         self.peaks = Peaks()
         self.server, _ = self.cluster.serve()
         self.workers = [self._worker(n) for n in range(WORKERS)]
@@ -73,15 +74,14 @@ class Mapping:
         payload = {"count": count, "chunk": chunk, "ledger": str(ledger)}
         job = NewJob.prepare({"type": "mapped", "payload": payload, "max_attempts": 100}, 1 << 20, 64)
         self._submit(job)
-        started, killed_at = time.monotonic(), time.monotonic()
+        started = time.monotonic()
         while not self._over(job.job_id):
             self._watch()
-            time.sleep(0.5)
+            time.sleep(0.25)
             if time.monotonic() - started > timeout_s:
                 raise AssertionError(f"not over after {timeout_s} s: {self._flow(job.job_id)}")
-            if kill and time.monotonic() - killed_at > KILL_EVERY_S:
+            if kill and self.kills < len(KILLS) and self._done(job.job_id) >= KILLS[self.kills] * count:
                 self._kill()
-                killed_at = time.monotonic()
         seconds = time.monotonic() - started
         self._watch()
         return self._found(job.job_id, ledger) | {"seconds": seconds}
@@ -113,6 +113,10 @@ class Mapping:
             return workflows.get(conn, workflow_id, 1) if workflow_id else None
 
         return self.db.read(look)
+
+    def _done(self, job_id: str) -> int:
+        flow = self._flow(job_id)
+        return flow["progress"]["done"] if flow else 0
 
     @property
     def db(self) -> Database:

@@ -87,8 +87,10 @@ ABOVE = {
             "rates",
             "schedules",
             "settings",
+            "spawning",
             "tally",
             "triggers",
+            "workflows",
         )
     },
 }

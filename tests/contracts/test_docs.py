@@ -53,6 +53,9 @@ READ_ONLY = (
     "schedules list",
     "schedules show",
     "workers list",
+    "workflows events",
+    "workflows list",
+    "workflows show",
 )
 
 
