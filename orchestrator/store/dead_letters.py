@@ -169,6 +169,7 @@ class Found(NamedTuple):
     #: It wants quiet or costs units: it meets the gates again, as a job that becomes due does.
     gated: bool
     status: str = Status.DEAD_LETTER
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def lock_ended(conn: Connection, job_ids: Sequence[str]) -> list[Found]:
     """Those of these that have ended, however they did; their letters before them, as everybody does."""
     letters = select(dead_letters.c.job_id, dead_letters.c.entry_id).where(dead_letters.c.job_id.in_(job_ids))
     entries = {row.job_id: row.entry_id for row in conn.execute(letters.with_for_update())}
-    columns = (jobs.c.job_id, jobs.c.attempt, jobs.c.redrives, jobs.c.lane, _GATED, jobs.c.status)
+    columns = (jobs.c.job_id, jobs.c.attempt, jobs.c.redrives, jobs.c.lane, _GATED, jobs.c.status, jobs.c.optional)
     ended = by_key(select(*columns), jobs).where(jobs.c.job_id.in_(job_ids), jobs.c.status.in_(sorted(TERMINAL)))
     rows = conn.execute(ended.with_for_update())
     return [Found(one.job_id, entries.get(one.job_id), *one[1:]) for one in rows]

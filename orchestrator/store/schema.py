@@ -102,9 +102,11 @@ jobs = Table(
     Column("concurrency_keys", LongText),
     Column("constraints", LongText),
     Column("trace_context", String(128)),
-    # The workflow that it is a task of, its name there, how many tasks it waits for; whether others go on without it.
+    # The workflow that it is a task of, its name there, how many tasks it needs (also those that are not made yet), for
+    # how many of them it waits; whether others go on without it.
     Column("workflow_id", String(128)),
     Column("task", String(128)),
+    Column("needs", Integer),
     Column("waits_for", Integer),
     Column("optional", Boolean, nullable=False, server_default="0"),
     # Where it is: `attempt` fences and only grows; `attempts` counts what is charged against max_attempts.

@@ -156,7 +156,14 @@ def _insert(
     waits = _waits(conn, workflow_id, [task for task, _ in new])
     book = rules.book(conn)
     entering = [
-        Entering(job, _how(job, waits[task.job_id], book), None, waits[task.job_id], task.optional) for task, job in new
+        Entering(
+            job,
+            _how(job, waits[task.job_id], book),
+            needs=(task.parts or 0) + len(task.needs),
+            waits_for=waits[task.job_id],
+            optional=task.optional,
+        )
+        for task, job in new
     ]
     enter(conn, db, entering, rules.policy, lambda _conn: book)
     edges = [

@@ -158,7 +158,8 @@ class Entering(NamedTuple):
     job: NewJob
     how: Admitted = FREELY
     task: str | None = None
-    #: Of how many tasks it waits for the end; None: it is no task of such a kind.
+    #: How many tasks it needs, and for how many of them it waits; None: it is no task.
+    needs: int | None = None
     waits_for: int | None = None
     optional: bool = False
 
@@ -227,6 +228,7 @@ def _job_row(one: Entering, now: datetime, rank: int, policy: RetryPolicy) -> di
         "trace_context": job.trace_context,
         "workflow_id": spec.workflow_id,
         "task": one.task,
+        "needs": one.needs,
         "waits_for": one.waits_for,
         "optional": one.optional,
         "queued": queued,

@@ -6,11 +6,11 @@ that wanted it; the leader goes on from there. Rows that others hold are passed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import OWNED, Queued, Status
@@ -111,10 +111,7 @@ def restart_some(conn: Connection, flow: Flow, after: Place | None, actor: str |
 
 
 def restart(conn: Connection, flow: Flow, job_ids: Sequence[str], actor: str | None) -> tuple[set[str], list[str]]:
-    """Start tasks over that have ended, of a workflow that is locked; lanes to nudge, and entries to forget.
-
-    A task waits for all it needs that has not ended well, whether that was started over already or will be.
-    """
+    """Start tasks over that have ended, of a workflow that is locked; lanes to nudge, and entries to forget."""
     if not job_ids:
         return set(), []
     ended = dead_letters.lock_ended(conn, job_ids)
@@ -124,42 +121,46 @@ def restart(conn: Connection, flow: Flow, job_ids: Sequence[str], actor: str | N
     conn.execute(delete(results).where(results.c.job_id.in_([one.job_id for one in good])))
     counts = [counted_as(Status(one.status)) for one in ended]
     now = flows.lock_one(conn, flow.workflow_id)
-    fewer = {name: getattr(now, name) - counts.count(name) for name in set(counts)}
-    if fewer:
-        flows.change(conn, flow.workflow_id, **fewer)
-    ids = [one.job_id for one in ended]
-    wait_again(conn, ids)
+    if counts:
+        flows.change(conn, flow.workflow_id, **{name: getattr(now, name) - counts.count(name) for name in {*counts}})
+    # Those who need a task that is critical and ended badly wait for it still.
+    _call_back(conn, [one.job_id for one in ended if one.status in GOOD or one.optional], {one.job_id for one in ended})
+    _wait_again(conn, [one.job_id for one in ended])
     return {one.lane for one in ended}, [one.entry_id for one in ended if one.entry_id]
 
 
-def wait_again(conn: Connection, job_ids: Sequence[str]) -> None:
-    """These tasks start over, which all who have not started wait for, themselves included."""
-    behind = conn.execute(select(task_edges.c.task_id).where(task_edges.c.needs_id.in_(job_ids)).distinct()).scalars()
-    waiting = by_key(select(jobs.c.job_id), jobs).where(
-        jobs.c.job_id.in_(sorted({*job_ids, *behind})), jobs.c.queued.is_not(None)
+def _wait_again(conn: Connection, job_ids: Sequence[str]) -> None:
+    """How many tasks each of these, which start over, waits for: all it needs but what ended so that it may go on.
+
+    What is not there any more was purged, and is waited for by nobody; what is not there yet is.
+    """
+    over = or_(
+        jobs.c.job_id.is_(None),
+        jobs.c.status.in_(sorted(GOOD)),
+        and_(jobs.c.optional, jobs.c.status.in_(sorted(BAD))),
     )
-    ids = conn.execute(waiting.with_for_update()).scalars().all()
-    open_needs = (
-        select(task_edges.c.task_id, func.count().label("open"))
-        .join(jobs, jobs.c.job_id == task_edges.c.needs_id)
-        .where(task_edges.c.task_id.in_(ids), jobs.c.status.not_in(sorted(GOOD)))
-        .group_by(task_edges.c.task_id)
-    )
-    _write_waits({row.task_id: row.open for row in conn.execute(open_needs)} if ids else {}, conn)
+    behind = task_edges.outerjoin(jobs, jobs.c.job_id == task_edges.c.needs_id)
+    met = select(task_edges.c.task_id, func.count().label("met")).select_from(behind)
+    found = met.where(task_edges.c.task_id.in_(job_ids), over).group_by(task_edges.c.task_id)
+    ended = {row.task_id: row.met for row in conn.execute(found)}
+    needs = conn.execute(by_key(select(jobs.c.job_id, jobs.c.needs), jobs).where(jobs.c.job_id.in_(job_ids)))
+    waits = {row.job_id: (row.needs or 0) - ended.get(row.job_id, 0) for row in needs}
+    for count in sorted({count for count in waits.values() if count > 0}):
+        _block(conn, [job_id for job_id, wanted in waits.items() if wanted == count], count)
 
 
-def _write_waits(waits: Mapping[str, int], conn: Connection) -> None:
-    for count in sorted(set(waits.values())):
-        ids = sorted(job_id for job_id, wanted in waits.items() if wanted == count)
-        change = by_key(update(jobs)).where(jobs.c.job_id.in_(ids), jobs.c.queued.is_not(None))
-        conn.execute(
-            change.values(
-                queued=Queued.BLOCKED,
-                blocked_on=blocked.TASKS,
-                wait_reason=None,
-                waits_for=count,
-                published_at=None,
-                not_before=None,
-                start_by=None,
-            )
-        )
+def _call_back(conn: Connection, job_ids: Sequence[str], but: Collection[str]) -> None:
+    """Those that need these tasks and have not started wait for them again; `but` those that start over themselves."""
+    found = select(task_edges.c.task_id, func.count().label("more")).where(task_edges.c.needs_id.in_(job_ids))
+    more = {row.task_id: row.more for row in conn.execute(found.group_by(task_edges.c.task_id))} if job_ids else {}
+    for count in sorted(set(more.values())):
+        ids = [task_id for task_id, wanted in more.items() if wanted == count and task_id not in but]
+        _block(conn, ids, func.coalesce(jobs.c.waits_for, 0) + count)
+
+
+def _block(conn: Connection, job_ids: Sequence[str], waits_for: Any) -> None:
+    waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(sorted(job_ids)), jobs.c.queued.is_not(None))
+    columns = {"wait_reason": None, "published_at": None, "not_before": None, "start_by": None}
+    blocking = {"queued": Queued.BLOCKED, "blocked_on": blocked.TASKS, "waits_for": waits_for}
+    if job_ids:
+        conn.execute(waiting.values(columns | blocking))

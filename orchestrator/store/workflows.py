@@ -143,7 +143,9 @@ def _enter(
             raise decision
         reason = f"waits for tasks: {', '.join(task.depends_on)}"[:255]
         how = Admitted(TASKS, reason, on_cpu=decision.on_cpu) if waits[task.name] else decision
-        entering.append(Entering(task.job, how, task.name, waits[task.name], task.optional))
+        entering.append(
+            Entering(task.job, how, task.name, len(task.depends_on), waits[task.name], optional=task.optional)
+        )
     enter(conn, db, entering, rules.policy, rules.book)
     edges = [
         {"task_id": task.job.job_id, "position": position, "needs_id": task_id(workflow_id, name)}

@@ -33,6 +33,7 @@ def add_column(table: str, column: sa.Column[object]) -> None:
 def upgrade() -> None:
     add_column("orchestrator_jobs", sa.Column("workflow_id", sa.String(length=128), nullable=True))
     add_column("orchestrator_jobs", sa.Column("task", sa.String(length=128), nullable=True))
+    add_column("orchestrator_jobs", sa.Column("needs", sa.Integer(), nullable=True))
     add_column("orchestrator_jobs", sa.Column("waits_for", sa.Integer(), nullable=True))
     add_column("orchestrator_jobs", sa.Column("optional", sa.Boolean(), server_default="0", nullable=False))
     create_index("ix_jobs_workflow", "orchestrator_jobs", "workflow_id", "created_at", "job_id")
