@@ -443,7 +443,7 @@ def test_retry_failed_in_batches_releases_nobody_too_early(db, monkeypatch):
     create(db, *chain)
     hand = hire(db)
     hand.fail(hand.claim("w.t0")[0], ErrorKind.PERMANENT)
-    monkeypatch.setattr(flows, "BATCH", 2)
+    monkeypatch.setattr(flows, "BATCH", 1)
     db.write(lambda conn: workflows.retry_failed(conn, "w"))
     assert flow(db)["sweep"] == "retry"
     run(hand, "t0")  # nobody ends it meanwhile
