@@ -107,26 +107,30 @@ def test_an_end_that_is_written_again_adds_nothing_more(db):
     assert len(of_type(db, "part")) == 1 and flow_of(db, attempt)["progress"]["total"] == 2
 
 
-@pytest.mark.parametrize("how", ["retry", "failed", "lost"])
-def test_what_lost_attempts_staged_is_deleted(db, how):
+@pytest.mark.parametrize("kind", [ErrorKind.TRANSIENT, ErrorKind.PERMANENT])
+def test_what_failed_attempts_staged_is_deleted(db, kind):
+    attempt = begin(db)
+    attempt.stage.spawn("part", {}, ())
+    attempt.stage.flush()
+    assert db.write(lambda conn: forget_lost(conn, 10)) == 0
+    attempt.hand.fail(attempt.claim, kind)
+    assert db.write(lambda conn: forget_lost(conn, 10)) == 1
+    assert rows(db, schema.task_stages) == []
+
+
+def test_of_two_attempts_only_the_tasks_of_the_one_that_succeeded_are_kept(db):
     first = begin(db)
     first.stage.spawn("part", {}, ())
     first.stage.flush()
-    assert db.write(lambda conn: forget_lost(conn, 10)) == 0
-    if how == "lost":  # and the next one owns it
-        first.hand.hand_back(first.claim)
-        second = begin(db, first.claim.job_id)
-        second.stage.spawn("part", {}, ())
-        second.stage.flush()
-    else:
-        first.hand.fail(first.claim, ErrorKind.PERMANENT if how == "failed" else ErrorKind.TRANSIENT)
+    first.hand.hand_back(first.claim)
+    second = begin(db, first.claim.job_id)
+    second.stage.spawn("part", {}, ())
+    second.stage.flush()
     assert db.write(lambda conn: forget_lost(conn, 10)) == 1
-    if how == "lost":
-        second.succeed()
-        assert db.write(lambda conn: forget_lost(conn, 10)) == 0
-        second.make()
-        assert len(of_type(db, "part")) == 1
-    assert rows(db, schema.task_stages) == []
+    second.succeed()
+    assert db.write(lambda conn: forget_lost(conn, 10)) == 0
+    second.make()
+    assert len(of_type(db, "part")) == 1 and rows(db, schema.task_stages) == []
 
 
 def test_ending_an_attempt_costs_the_same_whatever_it_added(db):
