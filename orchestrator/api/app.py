@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from orchestrator import __version__
 from orchestrator.api import (
+    audit,
     cluster,
     control,
     dlq,
@@ -43,6 +44,7 @@ NOUNS = (
     schedules,
     control,
     cluster,
+    audit,
     health,
 )
 

@@ -61,14 +61,19 @@ class WorkerChild:
         with self._lock:  # a stop comes before or after this, never between
             if self._stopping.is_set():
                 return None
-            self._process = subprocess.Popen(
-                dying_with_parent([sys.executable, "-m", "orchestrator", "worker"]),
-                env=_environment(self._settings),
-                stdin=subprocess.DEVNULL,
-                # A Ctrl-C is for us: the worker is told when the API has stopped taking jobs.
-                start_new_session=True,
-            )
+            self._process = spawn(self._settings)
             return self._process
+
+
+def spawn(settings: Settings) -> subprocess.Popen[bytes]:
+    """A worker with these settings; it dies with the thread that this is called from."""
+    return subprocess.Popen(
+        dying_with_parent([sys.executable, "-m", "orchestrator", "worker"]),
+        env=_environment(settings),
+        stdin=subprocess.DEVNULL,
+        # A Ctrl-C is for us, who tell the worker when it is its turn.
+        start_new_session=True,
+    )
 
 
 def _environment(settings: Settings) -> dict[str, str]:

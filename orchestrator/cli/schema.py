@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import click
 
-from orchestrator.cli.options import with_settings
+from orchestrator.cli.options import as_json, with_settings
+from orchestrator.cli.output import print_json
 from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, safe_url
@@ -18,7 +19,8 @@ from orchestrator.store.database import Database
 @click.command()
 @with_settings("database_url")
 @click.option("--check", is_flag=True, help="Change nothing; exit 1 when migrations are missing.")
-def migrate(loaded: Loaded, *, check: bool) -> None:
+@as_json
+def migrate(loaded: Loaded, *, check: bool, as_json: bool) -> None:
     """Bring the database to the schema of this version. Safe to run again, and by several at once."""
     with opened(loaded.settings) as db:
         before = migrations.current_revision(db)
@@ -26,7 +28,11 @@ def migrate(loaded: Loaded, *, check: bool) -> None:
             require_schema(db)
         else:
             migrations.upgrade(db)
-        click.echo(f"schema: {before or 'empty'} → {migrations.current_revision(db)}")
+        after = migrations.current_revision(db)
+    if as_json:
+        print_json({"before": before, "after": after})
+    else:
+        click.echo(f"schema: {before or 'empty'} → {after}")
 
 
 @contextmanager

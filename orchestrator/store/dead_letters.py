@@ -6,7 +6,7 @@ least once; the rows here are the truth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -207,6 +207,33 @@ def redrive(
     `delay(n)` is how many seconds the n-th of them waits: a crowd that failed together need not come back together.
     """
     found = [row for row in _lock(conn, job_ids) if row.redrives < redrive_max]
+    place = {job_id: n for n, job_id in enumerate(job_ids)}
+    _redrive(conn, found, {row.job_id: delay(place[row.job_id]) for row in found}, actor)
+    return _removed(found)
+
+
+def redrive_ended(
+    conn: Connection,
+    job_ids: Sequence[str],
+    statuses: Collection[Status],
+    redrive_max: int,
+    delay: Callable[[int], float],
+    actor: str | None,
+) -> Removed:
+    """The same for jobs that ended in one of these states, with a letter or without."""
+    letters = select(dead_letters.c.job_id, dead_letters.c.entry_id).where(dead_letters.c.job_id.in_(job_ids))
+    locked = conn.execute(by_key(letters, dead_letters).with_for_update())
+    entries = {row.job_id: row.entry_id for row in locked}
+    query = select(jobs.c.job_id, jobs.c.attempt, jobs.c.redrives, jobs.c.lane, _GATED)
+    rows = conn.execute(
+        by_key(query, jobs)
+        .where(jobs.c.job_id.in_(job_ids), jobs.c.status.in_(sorted(statuses)), jobs.c.redrives < redrive_max)
+        .order_by(jobs.c.job_id)
+        .with_for_update()
+    )
+    found = [
+        _Found(row.job_id, entries.get(row.job_id), row.attempt, row.redrives, row.lane, row.gated) for row in rows
+    ]
     place = {job_id: n for n, job_id in enumerate(job_ids)}
     _redrive(conn, found, {row.job_id: delay(place[row.job_id]) for row in found}, actor)
     return _removed(found)
