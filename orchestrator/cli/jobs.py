@@ -12,6 +12,7 @@ import click
 
 from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
+from orchestrator.cli.importing import import_jobs
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
 from orchestrator.client.api import Api, job_path
@@ -26,6 +27,9 @@ _LISTED = ("job_id", "type", "status", "agent", "pool_id", "priority", "attempts
 @click.group()
 def jobs() -> None:
     """Submit jobs, look at them, wait for them, cancel them or start them over."""
+
+
+jobs.add_command(import_jobs)
 
 
 @jobs.command()

@@ -48,11 +48,12 @@ class Api:
     def post(
         self,
         path: str,
-        body: Mapping[str, object] | None = None,
+        body: Mapping[str, object] | bytes | None = None,
         wait_s: float = 0.0,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
-        given = {} if body is None else {"json": dict(body)}
+        """A body of bytes is JSON already."""
+        given = {} if body is None else {"json": body if isinstance(body, bytes) else dict(body)}
         return self._send("POST", path, timeout=timeout_s + wait_s, **given)
 
     def put(self, path: str, body: Mapping[str, object]) -> Any:
@@ -71,7 +72,9 @@ class Api:
         """The answer's JSON. Raises ServerUnreachable or Refused."""
         if "json" in how:
             # The library's own encoder breaks on what the server would refuse by name: NaN, half a character.
-            how |= {"content": json.dumps(how.pop("json")), "headers": {"Content-Type": "application/json"}}
+            body = how.pop("json")
+            content = body if isinstance(body, bytes) else json.dumps(body)
+            how |= {"content": content, "headers": {"Content-Type": "application/json"}}
         try:
             response = self._client.request(method, path, **how)
         except (httpx.TransportError, httpx.InvalidURL) as error:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
+from orchestrator.cancellation import Cancellation
 from orchestrator.client.api import Api, default_url
 from orchestrator.client.asking import AWAY_S, BUSY, RETRY_S
 from orchestrator.client.errors import JobsRefused, Refused, ServerUnreachable
@@ -24,8 +25,10 @@ log = logging.getLogger(__name__)
 
 #: Seconds without a job that gets in, after which a caller gives up.
 PATIENCE_S = 300.0
-#: Jobs and characters of one request; servers take more by default.
-BATCH, BATCH_CHARACTERS = 500, 4_000_000
+#: Jobs and bytes of one request; servers take more by default.
+BATCH, BATCH_BYTES = 500, 4_000_000
+#: Refusals of a whole request that may be meant for one of its jobs: what it is, its size, its content.
+NOT_FOR_ALL = frozenset({400, 413, 422})
 #: Seconds in which those that may come again gather for one request.
 GATHER_S = 0.2
 
@@ -53,6 +56,13 @@ def submit(
         return submitting.one(jobs) if isinstance(jobs, Mapping) else submitting.all(jobs)
 
 
+class Encoded(NamedTuple):
+    """A job as it is sent: its id, and all of it as JSON."""
+
+    job_id: str
+    text: bytes
+
+
 @dataclass(frozen=True)
 class Later:
     retry_after_s: float
@@ -60,11 +70,24 @@ class Later:
 
 
 class Submitting:
-    """One caller's submits. `on_wait` is told each reason that differs from the last."""
+    """One caller's submits. `on_wait` is told each reason that differs from the last.
 
-    def __init__(self, api: Api, patience_s: float = PATIENCE_S, on_wait: Callable[[str], None] | None = None) -> None:
-        self._api, self._patience_s = api, patience_s
+    `away_s`: for so long may a server that answered before be away. Threads may share one, and then have patience
+    together. With a `stop` that is cancelled nobody waits any more.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        patience_s: float = PATIENCE_S,
+        on_wait: Callable[[str], None] | None = None,
+        *,
+        away_s: float = AWAY_S,
+        stop: Cancellation | None = None,
+    ) -> None:
+        self._api, self._patience_s, self._away_s = api, patience_s, away_s
         self._on_wait = on_wait or _log_wait
+        self._stop = stop or Cancellation()
         self._answered_at: float | None = None
         self._progress_at = time.monotonic()
         self._told = ""
@@ -81,7 +104,18 @@ class Submitting:
 
     def all(self, jobs: Sequence[Job]) -> list[Answer]:
         """Raises JobsRefused or ServerUnreachable."""
-        round_ = _Round([_identified(job) for job in jobs])
+        bodies = [_identified(job) for job in jobs]
+        answers = self.encoded([Encoded(body["job_id"], json.dumps(body).encode()) for body in bodies])
+        if any("error" in answer for answer in answers):
+            raise JobsRefused(answers)
+        return answers
+
+    def encoded(self, jobs: Sequence[Encoded]) -> list[Answer]:
+        """The server's answer to each, in order: those with an `error` are not stored, for now (`BUSY`) or for good.
+
+        Raises Refused when the server takes nothing from us, or ServerUnreachable.
+        """
+        round_ = _Round(jobs)
         while round_.due:
             now = time.monotonic()
             places = round_.next_batch(now)
@@ -89,14 +123,19 @@ class Submitting:
                 self._send(round_, places)
             elif not self._wait_until(min(round_.due.values()) + GATHER_S, round_.reason):
                 break
-        if any("error" in answer for answer in round_.answers):
-            raise JobsRefused(round_.answers)
         return round_.answers
 
     def _send(self, round_: _Round, places: list[int]) -> None:
+        body = b'{"jobs":[%s]}' % b",".join(round_.jobs[place].text for place in places)
         try:
-            answer = self._ask("/jobs/submit_batch", {"jobs": [round_.bodies[place] for place in places]})
+            answer = self._ask("/jobs/submit_batch", body)
         except Refused as refused:  # all of them, for a reason that waiting does not mend
+            if refused.status in NOT_FOR_ALL and len(places) > 1:
+                # Perhaps because of one of them.
+                half = len(places) // 2
+                self._send(round_, places[:half])
+                self._send(round_, places[half:])
+                return
             problem = {"status": refused.status, "code": refused.code, "detail": str(refused)}
             answer = {"jobs": [{"error": problem}] * len(places)}
         if isinstance(answer, Later):
@@ -105,13 +144,13 @@ class Submitting:
         if round_.take(places, answer["jobs"]):
             self._progress_at = time.monotonic()
 
-    def _ask(self, path: str, body: Mapping[str, object]) -> Any:
+    def _ask(self, path: str, body: Mapping[str, object] | bytes) -> Any:
         """The answer, or when to ask again. Raises Refused when waiting does not help, or ServerUnreachable."""
         try:
             answer = self._api.post(path, body)
         except ServerUnreachable as away:
             since = self._answered_at
-            if time.monotonic() - since > AWAY_S if since is not None else not away.sent:
+            if time.monotonic() - since > self._away_s if since is not None else not away.sent:
                 raise
             return Later(RETRY_S, away)
         except Refused as refused:
@@ -123,25 +162,23 @@ class Submitting:
         return answer
 
     def _wait_until(self, moment: float, reason: str) -> bool:
-        """False, at once, when that is later than anybody would wait."""
+        """False, at once, when that is later than anybody would wait, or nobody waits any more."""
         if moment > self._progress_at + self._patience_s:
             return False
         if reason != self._told:
             self._told = reason
             self._on_wait(reason)
-        time.sleep(max(moment - time.monotonic(), 0.0))
-        return True
+        return not self._stop.wait(max(moment - time.monotonic(), 0.0))
 
 
 class _Round:
     """Many jobs on their way: what was answered to each, and when those that must wait may come again."""
 
-    def __init__(self, bodies: list[dict[str, Any]]) -> None:
-        self.bodies = bodies
-        self.answers: list[Answer] = [{} for _ in bodies]
-        self.due = dict.fromkeys(range(len(bodies)), 0.0)
+    def __init__(self, jobs: Sequence[Encoded]) -> None:
+        self.jobs = jobs
+        self.answers: list[Answer] = [{} for _ in jobs]
+        self.due = dict.fromkeys(range(len(jobs)), 0.0)
         self.reason = ""
-        self._sizes = [len(json.dumps(body)) for body in bodies]
 
     def next_batch(self, now: float) -> list[int]:
         """Those that may be sent, in order, as far as they fit into one request."""
@@ -150,8 +187,8 @@ class _Round:
         for place, moment in self.due.items():
             if moment > now:
                 continue
-            size += self._sizes[place]
-            if places and (len(places) >= BATCH or size > BATCH_CHARACTERS):
+            size += len(self.jobs[place].text)
+            if places and (len(places) >= BATCH or size > BATCH_BYTES):
                 break
             places.append(place)
         return places
@@ -160,7 +197,7 @@ class _Round:
         """Whether any got in."""
         now, spread = time.monotonic(), _spread(1.0)  # one for all: neighbours keep their order
         for place, answer in zip(places, answers, strict=True):
-            self.answers[place] = {"job_id": self.bodies[place]["job_id"]} | answer
+            self.answers[place] = {"job_id": self.jobs[place].job_id} | answer
             error = answer.get("error")
             if error is None or error.get("status") not in BUSY:
                 del self.due[place]

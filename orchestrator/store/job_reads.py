@@ -14,6 +14,7 @@ from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.jsontext import listed
 from orchestrator.store import paging
 from orchestrator.store.dialect import seconds_since, walking
+from orchestrator.store.hot import Hot
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
@@ -230,7 +231,9 @@ def active_leases(conn: Connection) -> int:
     return int(conn.execute(select(func.count()).where(leases.c.state == "active")).scalar_one())
 
 
+_STATUSES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(ids)))
+
+
 def statuses(conn: Connection, job_ids: Sequence[str]) -> dict[str, Status]:
     """Where each of these jobs stands; those nobody knows are left out."""
-    rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
-    return {row.job_id: Status(row.status) for row in rows}
+    return {job_id: Status(status) for job_id, status in _STATUSES.rows(conn, job_ids)}

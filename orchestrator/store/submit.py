@@ -133,11 +133,11 @@ def _submit(conn: Connection, db: Database, batch: Sequence[NewJob], lookup: lis
     return answers
 
 
+_HASHES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(ids)))
+
+
 def _known_hashes(conn: Connection, job_ids: list[str]) -> dict[str, str]:
-    if not job_ids:
-        return {}
-    rows = conn.execute(select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(job_ids)))
-    return {row.job_id: row.payload_hash for row in rows}
+    return dict(_HASHES.rows(conn, job_ids)) if job_ids else {}  # type: ignore[arg-type] - pairs
 
 
 def _insert_jobs(conn: Connection, db: Database, admitted: list[tuple[NewJob, Admitted]], rules: _Rules) -> None:

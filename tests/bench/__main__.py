@@ -1,9 +1,11 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
 python -m tests.bench [--jobs 10000] [--leases 4096] [--submits 50000] [--rounds 3] [--slots 16] [--json]
-                      [--only jobs|leases|batching|pools|flood|caps|publish|shares]
+                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|import]
 
-`shares` is run only when asked for: it takes minutes, and exits with 1 when an agent does not get its share.
+`shares` and `import` are run only when asked for. `shares` takes minutes, and exits with 1 when an agent does not get
+its share. `import` interrupts the import of a file and imports it again (`--jobs`, by default 100,000 lines); it exits
+with 1 when the jobs are not exactly those of the file, or the importer's memory grows.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from orchestrator.settings import Settings
-from tests.bench import caps, raw
+from tests.bench import caps, importing, raw
 from tests.bench.flood import COUNT, Flood
 from tests.bench.leases import Leases
 from tests.bench.ours import Ours
@@ -161,6 +163,25 @@ def _caps(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures:
                 capped.close()
 
 
+def _import(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    count = options.jobs
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = importing.Import(mariadb.create_database("bench_import"), redis.url, Path(folder))
+        try:
+            figures["import: fresh, lines/s"].append(measured.fresh(count))
+        finally:
+            measured.close()
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = importing.Import(mariadb.create_database("bench_import"), redis.url, Path(folder))
+        try:
+            for what, value in measured.measure(count).items():
+                figures[f"import: {what}"].append(value)
+        finally:
+            measured.close()
+
+
 PARTS = {
     "leases": _grants,
     "jobs": _round,
@@ -170,8 +191,9 @@ PARTS = {
     "caps": _caps,
     "publish": _publish,
     "shares": _shares,
+    "import": _import,
 }
-ON_DEMAND = {"shares"}
+ON_DEMAND = {"shares", "import"}
 
 
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -204,14 +226,16 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--jobs", type=int, help="10,000 unless said; of an import 100,000")
     parser.add_argument("--leases", type=int, default=4096)
     parser.add_argument("--submits", type=int, default=COUNT)
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.jobs = options.jobs or (importing.COUNT if options.only == "import" else 10_000)
+    return options
 
 
 if __name__ == "__main__":

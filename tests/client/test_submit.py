@@ -90,13 +90,13 @@ def test_many_are_sent_in_several_requests(started: Running, url: str, monkeypat
     post = Api.post
 
     def watched(self: Api, path: str, body: Any = None, **given: Any) -> Any:
-        asked.append(len(body["jobs"]))
+        asked.append(len(json.loads(body)["jobs"]))
         return post(self, path, body, **given)
 
     monkeypatch.setattr(Api, "post", watched)
     assert len(submit([JOB] * 20)) == len(stored(started)) == 20
     assert asked == [7, 7, 6]
-    monkeypatch.setattr(submitting, "BATCH_CHARACTERS", 200)
+    monkeypatch.setattr(submitting, "BATCH_BYTES", 200)
     asked.clear()
     assert len(submit([JOB | {"payload": {"x": "y" * 150}}] * 3)) == 3
     assert asked == [1, 1, 1]
@@ -161,8 +161,9 @@ def test_one_that_answered_before_may_be_away_for_a_while(
         client.one(JOB)
         lose(2, sent=False)
         assert len(client.all([JOB, JOB])) == 2
-        monkeypatch.setattr(submitting, "AWAY_S", -1.0)
+        hasty = submitting.Submitting(api, away_s=-1.0)
+        hasty.one(JOB)
         lose(1, sent=False)
         with pytest.raises(ServerUnreachable):
-            client.all([JOB])
-    assert len(stored(started)) == 3
+            hasty.all([JOB])
+    assert len(stored(started)) == 4
