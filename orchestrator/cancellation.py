@@ -20,7 +20,7 @@ class Cancellation:
         self._changed = threading.Condition()
         self._cancelled = False
         self._error: str | Exception = ""
-        self._heard: list[Callable[[], None]] = []
+        self._heard: list[Callable[[], object]] = []
 
     @property
     def cancelled(self) -> bool:
@@ -55,7 +55,7 @@ class Cancellation:
             return self._changed.wait_for(lambda: self.cancelled, seconds)
 
     @contextmanager
-    def telling(self, callback: Callable[[], None]) -> Iterator[None]:
+    def telling(self, callback: Callable[[], object]) -> Iterator[None]:
         """Inside of the block, `callback` is called by whoever cancels. It must not block."""
         with self._changed:
             self._heard.append(callback)

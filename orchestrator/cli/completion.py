@@ -14,7 +14,9 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from orchestrator.cli import COMPLETE_VARIABLE, gpuorch
-from orchestrator.client.api import TIMEOUT_S, Api, default_url
+from orchestrator.client.api import Api
+from orchestrator.client.paths import default_url
+from orchestrator.client.steps import TIMEOUT_S
 from orchestrator.errors import OrchestratorError
 
 #: Seconds that a person waits for a list of names.

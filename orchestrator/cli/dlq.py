@@ -12,7 +12,8 @@ from orchestrator.cli.asking import agreed
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, job_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import job_path
 from orchestrator.errors import NotFound
 
 _LISTED = ("job_id", "type", "agent", "pool_id", "reason", "attempts", "redrives", "buried_at", "last_error")

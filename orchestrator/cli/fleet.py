@@ -11,7 +11,8 @@ from orchestrator.cli.bars import print_gpus
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_table
-from orchestrator.client.api import Api, gpu_path, lease_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import gpu_path, lease_path
 
 _LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
 _WORKERS = (

@@ -15,7 +15,8 @@ from orchestrator.cli.http import with_api
 from orchestrator.cli.importing import import_jobs
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, job_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import job_path
 from orchestrator.client.submitting import Submitting
 from orchestrator.jobs import TERMINAL, Status
 

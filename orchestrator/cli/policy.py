@@ -10,8 +10,9 @@ import click
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, policy_path
+from orchestrator.client.api import Api
 from orchestrator.client.errors import Refused
+from orchestrator.client.paths import policy_path
 
 _LISTED = ("scope", "name", "version", "document", "updated_at", "actor")
 _CHANGES = ("version", "changed_at", "actor", "before", "after")

@@ -14,7 +14,8 @@ from orchestrator.cli.http import with_api
 from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_json, print_record, print_table, printable, tell_of_next
 from orchestrator.cli.progress import Progress
-from orchestrator.client.api import Api, pool_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import pool_path
 
 _LISTED = ("pool_id", "status", "desired_workers", "spawned_workers", "running", "model_id", "type", "status_reason")
 _MEMBERS = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble")

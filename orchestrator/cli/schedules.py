@@ -11,7 +11,8 @@ from orchestrator.cli.http import with_api
 from orchestrator.cli.jobs import named_priority, read_payload
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, schedule_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import schedule_path
 
 _LISTED = ("schedule_id", "cron", "every_seconds", "timezone", "enabled", "next_fire_at", "last_fired_at", "last_error")
 

@@ -21,8 +21,8 @@ from orchestrator import bounded
 from orchestrator.bounded import Call
 from orchestrator.cancellation import Cancellation
 from orchestrator.client.api import Api
-from orchestrator.client.asking import BUSY
 from orchestrator.client.errors import ServerUnreachable
+from orchestrator.client.patience import BUSY
 from orchestrator.client.submitting import BATCH, Encoded, Submitting
 from orchestrator.errors import ConfigError, InvalidInput
 from orchestrator.jsontext import strict_json
@@ -199,9 +199,9 @@ class Importing:
         answers = self._submitting.encoded(batch.jobs) if batch.jobs else []
         refused, unsettled = list(batch.refused), []
         for line, answer in zip(batch.lines, answers, strict=True):
-            problem = answer.get("error") if answer else {"status": 503, "detail": "stopped before it was sent"}
-            if problem is None:
+            if "created" in answer:
                 continue
+            problem = answer.get("error") or {"status": 503, "detail": "stopped before it was sent"}
             if problem.get("status") in BUSY:
                 unsettled.append(problem)
             else:

@@ -127,7 +127,7 @@ def _settled(conn: Connection, after: int) -> int:
         return after
     young = seconds_since(audit.c.ts) < GAP_S
     ids = select(audit.c.id, young.label("young")).where(audit.c.id > after).order_by(audit.c.id).limit(WINDOW)
-    end = max(after, oldest - 1)
+    end: int = max(after, oldest - 1)
     for row in conn.execute(ids):
         if row.young and row.id != end + 1:
             break

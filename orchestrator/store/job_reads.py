@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,41 @@ def redrives(conn: Connection, job_id: str) -> int:
     if found is None:
         raise JobNotFound(job_id)
     return found
+
+
+def ended(conn: Connection, job_ids: Sequence[str], limit: int, max_bytes: int) -> dict[str, Any]:
+    """Of these, the records that are over, with results and without payloads: the first that fit into one answer.
+
+    `more` says that others are over, too; `unknown` are those that nobody knows.
+    """
+    known = statuses(conn, job_ids)
+    over = [job_id for job_id in job_ids if known.get(job_id) in TERMINAL]
+    shown = _that_fit(conn, over[:limit], max_bytes)
+    rows = conn.execute(select(*_LISTED).where(jobs.c.job_id.in_(shown))).all() if shown else []
+    # One may have been started over since.
+    records = {row.job_id: _readable(row._asdict()) for row in rows if row.status in TERMINAL}
+    for row in conn.execute(select(results).where(results.c.job_id.in_(shown))) if shown else ():
+        if row.job_id in records and records[row.job_id]["status"] == Status.DONE:
+            records[row.job_id] |= {"result": json.loads(row.result), "run_seconds": row.run_seconds}
+    return {
+        "jobs": [records[job_id] for job_id in shown if job_id in records],
+        "more": len(shown) < len(over),
+        "unknown": [job_id for job_id in job_ids if job_id not in known],
+    }
+
+
+def _that_fit(conn: Connection, job_ids: Sequence[str], max_bytes: int) -> list[str]:
+    """The first of them, as long as their results are no larger together; one at least."""
+    if not job_ids:
+        return []
+    lengths = select(results.c.job_id, func.length(results.c.result)).where(results.c.job_id.in_(job_ids))
+    sizes: dict[str, int] = {job_id: size for job_id, size in conn.execute(lengths)}  # noqa: C416 - as below
+    sums = itertools.accumulate(sizes.get(job_id, 0) for job_id in job_ids)
+    return [
+        job_id
+        for place, (job_id, total) in enumerate(zip(job_ids, sums, strict=True))
+        if total <= max_bytes or not place
+    ]
 
 
 def terminal_among(conn: Connection, job_ids: list[str]) -> set[str]:

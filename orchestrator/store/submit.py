@@ -137,7 +137,7 @@ _HASHES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.
 
 
 def _known_hashes(conn: Connection, job_ids: list[str]) -> dict[str, str]:
-    return dict(_HASHES.rows(conn, job_ids)) if job_ids else {}  # type: ignore[arg-type] - pairs
+    return {job_id: known for job_id, known in _HASHES.rows(conn, job_ids)} if job_ids else {}  # noqa: C416 - no pairs
 
 
 def _insert_jobs(conn: Connection, db: Database, admitted: list[tuple[NewJob, Admitted]], rules: _Rules) -> None:

@@ -13,7 +13,7 @@ def write(db, *events: Event) -> None:
     db.write(lambda conn: audit.record(conn, events))
 
 
-def ids(found) -> list[str]:
+def ids(found) -> list[int]:
     return [event["details"]["n"] for event in found]
 
 
@@ -25,7 +25,7 @@ def test_pages_go_back_to_the_first_event(api):
     write(api.db, *numbered(25))
     seen, cursor = [], None
     while True:
-        at = {} if cursor is None else {"cursor": cursor}
+        at: dict = {} if cursor is None else {"cursor": cursor}
         page = api.get("/audit", params={"limit": 10, "event_type": "pool.created"} | at).json()
         seen += ids(page["events"])
         cursor = page["next_cursor"]

@@ -246,11 +246,6 @@ def test_all_that_failed_is_started_over(api):
 
 
 def test_what_to_start_over_must_be_said(maria_api):
-    for body in (
-        {},
-        {"filter": {"status": "done"}},
-        {"filter": {}, "max": 0},
-        {"filter": {}, "rate": 0},
-        {"filters": {}},
-    ):
+    bodies: list[dict] = [{}, {"filter": {"status": "done"}}, {"filter": {}, "max": 0}, {"filter": {}, "rate": 0}]
+    for body in (*bodies, {"filters": {}}):
         assert maria_api.post("/jobs/retry_failed", body).status_code == 422, body

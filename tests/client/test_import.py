@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import pytest
 from sqlalchemy import select
 
 from orchestrator.cli import run
-from orchestrator.client import importing, submitting
+from orchestrator.client import importing, patience
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
+from orchestrator.client.steps import Request
 from orchestrator.store import schema
 from tests.api.conftest import Running
 from tests.conftest import empty
@@ -25,12 +26,12 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def url(started: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+def url(started: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     empty(started.db)
     address = str(started.http.base_url).rstrip("/")
     monkeypatch.setenv("GPUORCH_URL", address)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(submitting, "RETRY_S", 0.01)
+    monkeypatch.setattr(patience, "RETRY_S", 0.01)
     return address
 
 
@@ -152,12 +153,12 @@ def test_a_rate_is_obeyed_and_nothing_is_lost(started, url, capsys):
 @pytest.fixture
 def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`lose(n)`: every n-th answer gets lost on its way."""
-    post, count, every = Api.post, 0, 0
+    send, count, every = Api.send, 0, 0
     lock = threading.Lock()
 
-    def lossy(self: Api, path: str, body: Any = None, **given: Any) -> Any:
+    def lossy(self: Api, request: Request) -> Any:
         nonlocal count
-        answer = post(self, path, body, **given)
+        answer = send(self, request)
         with lock:
             count += 1
             if every and count % every == 0:
@@ -168,7 +169,7 @@ def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         nonlocal every
         every = number
 
-    monkeypatch.setattr(Api, "post", lossy)
+    monkeypatch.setattr(Api, "send", lossy)
     return arm
 
 
@@ -184,22 +185,22 @@ def test_answers_that_get_lost_cost_no_job_and_make_none_twice(started, url, cap
 
 def test_a_server_that_stays_away_ends_it_with_3_and_says_how_far_it_came(started, url, capsys, monkeypatch):
     monkeypatch.setattr(importing, "BATCH", 10)
-    post, answered = Api.post, 0
+    send, answered = Api.send, 0
 
-    def leaving(self: Api, path: str, body: Any = None, **given: Any) -> Any:
+    def leaving(self: Api, request: Request) -> Any:
         nonlocal answered
         answered += 1
         if answered > 3:
             raise ServerUnreachable(self.url, "gone", sent=False)
-        return post(self, path, body, **given)
+        return send(self, request)
 
-    monkeypatch.setattr(Api, "post", leaving)
+    monkeypatch.setattr(Api, "send", leaving)
     write(100)
     assert run(["jobs", "import", "jobs.jsonl", "--in-flight", "1", "--patience", "0.1", "--json"]) == 3
     totals, errors = told(capsys)
     assert (totals["created"], totals["through"], totals["complete"]) == (30, 30, False)
     assert "up to line 30 everything is settled" in errors and "--from-line 31" in errors
-    monkeypatch.setattr(Api, "post", post)
+    monkeypatch.setattr(Api, "send", send)
     assert run(["jobs", "import", "jobs.jsonl", "--from-line", "31"]) == 0
     assert sorted(stored(started).values()) == list(range(100))
 
@@ -207,18 +208,20 @@ def test_a_server_that_stays_away_ends_it_with_3_and_says_how_far_it_came(starte
 def test_behind_a_batch_that_failed_nothing_counts_as_settled(started, url, capsys, monkeypatch):
     """Four are on their way; the second fails, the third and the fourth do not."""
     monkeypatch.setattr(importing, "BATCH", 10)
-    post, others = Api.post, threading.Event()
+    send, others = Api.send, threading.Event()
 
-    def failing(self: Api, path: str, body: Any = None, **given: Any) -> Any:
+    def failing(self: Api, request: Request) -> Any:
+        body = request.body
+        assert isinstance(body, bytes)
         if b'"n": 10}' in body:
             others.wait(10)
             raise ServerUnreachable(self.url, "gone", sent=False)
-        answer = post(self, path, body, **given)
+        answer = send(self, request)
         if b'"n": 20}' in body:
             others.set()
         return answer
 
-    monkeypatch.setattr(Api, "post", failing)
+    monkeypatch.setattr(Api, "send", failing)
     write(40)
     assert run(["jobs", "import", "jobs.jsonl", "--patience", "0", "--json"]) == 3
     totals, _ = told(capsys)

@@ -1,7 +1,9 @@
 """The command line as a whole: its names, and what every command has in common, wherever it was added."""
 
 import io
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -50,6 +52,17 @@ WORDS = {
 }
 #: These outlive servers that are away, or report them.
 PATIENT = {("worker",), ("dev",), ("doctor",), ("check-config",)}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands work where they are started, and configure logging for the process."""
+    monkeypatch.chdir(tmp_path)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def leaves(group: click.Group = gpuorch, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:

@@ -45,7 +45,7 @@ def look(lanes: int = 2, workers: int = 2, gpus: int = 2, **fields: Any) -> Look
         "at_least": ["done"],
         "pools": {f"lane-{n}": lane(100 * n, 80.0 * n or None) for n in range(lanes)},
     }
-    given = {
+    given: dict[str, Any] = {
         "url": "http://127.0.0.1:8008",
         "stats": stats,
         "workers": [worker(n) for n in range(workers)],
