@@ -12,7 +12,6 @@ from orchestrator.cli.output import print_json
 from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, safe_url
-from orchestrator.store import migrate as migrations
 from orchestrator.store.database import Database
 
 
@@ -22,6 +21,8 @@ from orchestrator.store.database import Database
 @as_json
 def migrate(loaded: Loaded, *, check: bool, as_json: bool) -> None:
     """Bring the database to the schema of this version. Safe to run again, and by several at once."""
+    from orchestrator.store import migrate as migrations  # its library takes a third of a worker's start
+
     with opened(loaded.settings) as db:
         before = migrations.current_revision(db)
         if check:
@@ -46,6 +47,8 @@ def opened(settings: Settings) -> Iterator[Database]:
 
 def require_schema(db: Database) -> None:
     """Raises ConfigError when the database lacks migrations that this version knows."""
+    from orchestrator.store import migrate as migrations
+
     if migrations.pending(db):
         current, head = migrations.current_revision(db) or "empty", migrations.head_revision()
         where = safe_url(db.settings.database_url)
