@@ -41,6 +41,7 @@ from orchestrator.client import Client
 from orchestrator.embedded import DataDir, Valkey
 from orchestrator.errors import ConfigError, Unavailable
 from orchestrator.settings import Settings
+from orchestrator.store.dialect import SCRATCH, scratch_url
 
 if TYPE_CHECKING:
     from orchestrator.daemon import Orchestrator
@@ -53,7 +54,7 @@ GRACE_S = 0.5
 #: Whoever waits in Redis looks up this often: so long may the end take.
 BLOCK_MS = 100
 
-_OURS: Mapping[str, object] = {
+_OURS: dict[str, object] = {
     "worker_grace_s": GRACE_S,
     "redis_block_ms": BLOCK_MS,
     "log_level": "warning",
@@ -82,11 +83,11 @@ def running(
         data = DataDir(folder)
         stack.callback(data.close)
         valkey = Valkey(data)
-        ours = {"database_url": f"sqlite:///{folder}/orchestrator.db", "redis_url": valkey.url, "data_dir": folder}
+        ours = {"database_url": scratch_url(str(folder)), "redis_url": valkey.url, "data_dir": folder}
         system = _validated(chosen | ours)
         stack.callback(valkey.stop)
         valkey.start()
-        shutil.copyfile(_template(), folder / "orchestrator.db")
+        shutil.copyfile(_template(), folder / SCRATCH)
         worker = WorkerChild(system, path=os.pathsep.join(sys.path))
         stack.callback(worker.stop)
         worker.start()
@@ -110,13 +111,12 @@ def _template() -> Path:
 
     folder = Path(tempfile.mkdtemp(prefix="gpuorch-test-template-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = folder / "orchestrator.db"
-    db = Database(Settings(database_url=f"sqlite:///{path}"))
+    db = Database(Settings(database_url=scratch_url(str(folder))))
     try:
         migrate.upgrade(db)
     finally:
         db.close()
-    return path
+    return folder / SCRATCH
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def test_a_job_of_our_own_and_no_trace_of_it(handlers_path):
         folders = traces()[2] - before[2]
         (folder,) = (Path(tempfile.gettempdir(), name) for name in folders)
         # The same tables as by hand: migrations made them.
-        db = Database(Settings(database_url=f"sqlite:///{folder}/orchestrator.db"))
+        db = Database(Settings(database_url=f"sqlite:///{folder}/scratch.db"))
         assert not migrate.pending(db)
         db.close()
         # A second one beside it has nothing in common with it.
@@ -103,7 +103,7 @@ def test_a_queue_is_run_until_it_is_empty(redis_server, tmp_path):
     migrate.upgrade(db)
     db.close()
     orchestrator = Orchestrator(settings)
-    jobs = [{"type": "double", "payload": {"n": n}} for n in range(20)]
+    jobs: list[dict] = [{"type": "double", "payload": {"n": n}} for n in range(20)]
     jobs.append({"type": "fail", "payload": {"times": 1}, "retry_base_sec": 0.2})
     prepared = [NewJob.prepare(job, max_bytes=1 << 20, max_depth=64) for job in jobs]
     orchestrator.submit(prepared).result(30)
