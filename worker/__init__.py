@@ -3,11 +3,12 @@
     supervisor process                                     slot processes, one session each
     each pool that it serves:
     ├─ intake      read entries → claim → dispatch ─────────▶ load handler once, run jobs, one or a batch to a call
+    ├─ hand        jobs claimed ahead, while they are over within moments
     ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
     ├─ ledger      claims + leases, starts, ends → one transaction
     ├─ custody     look at the GPU before a leased job and after it: warm model, nothing, or processes to wait for
     ├─ ownership   answer handlers that ask whether their job is still their own
-    └─ lifeline    until when leased jobs may run, in memory that every slot watches
+    └─ lifeline    until when jobs may begin and leased ones may run, in memory that every slot reads
     once, for all of them:
     ├─ nursery     a process that forks the slots
     ├─ gpu-watch   ask the GPU driver, so that it holds up nobody else

@@ -18,6 +18,10 @@ RAISED = (Exception, SystemExit, Cancelled)
 Answer = tuple[dict[str, Any], str]
 
 
+class NotVouchedFor(Exception):
+    """Its worker may have been declared dead, and the job given to another."""
+
+
 def of_job(call: Callable[[], object], result_limit: int) -> Answer:
     try:
         value = call()
@@ -30,6 +34,8 @@ def of_batch(call: Callable[[], object], size: int, result_limit: int) -> list[A
     """One answer for each job: its result, or the exception in its place."""
     try:
         values = _checked(call(), size)
+    except NotVouchedFor as error:
+        return [(_raised(error), "")] * size
     except RAISED as error:
         return [(_raised(error) if size == 1 else _failed_together(error, size), "")] * size
     return [(_raised(v), "") if isinstance(v, RAISED) else _returned(v, result_limit) for v in values]
@@ -45,6 +51,8 @@ def _checked(values: object, size: int) -> list[Any]:
 
 def _raised(error: BaseException) -> dict[str, Any]:
     match error:
+        case NotVouchedFor():
+            return {"outcome": "handed_back", "error": str(error)}
         case Cancelled():  # a failure, if nobody cancelled it
             return _failed("transient", error) | {"outcome": "cancelled"}
         case Skip():

@@ -1,7 +1,8 @@
 """Takes jobs in: as many entries as free slots can run → claim and lease in one transaction → dispatch.
 
-Nothing is buffered: an entry is read only for a slot that is free now, or for a place in the batch that such a slot is
-about to run. One batch is filled before the next slot gets any.
+An entry is read only for a slot that is free now, or for a place in the batch that such a slot is about to run; while
+jobs are over within moments, also for one that is free in a moment (`worker.hand`). One batch is filled before the next
+slot gets any.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 MAX_LINGER_S = 0.01
 #: Longest pause between tries while a server is away.
 MAX_PAUSE_S = 2.0
+#: Seconds between looks whether a heartbeat came through at last.
+UNVOUCHED_PAUSE_S = 0.05
 
 
 class Intake:
@@ -47,6 +50,7 @@ class Intake:
         held: Held,
         settings: Settings,
         *,
+        vouched: Callable[[], bool],
         no_room: Callable[[Sequence[Claim]], dict[str, str]],
         on_read: Callable[[int, bool], None],
         on_refused: Callable[[Claim, str | None], None],
@@ -64,6 +68,7 @@ class Intake:
         self._on_refused = on_refused
         self._on_denied = on_denied
         self._no_room = no_room
+        self._vouched = vouched
         #: Whether the last read brought as much as was asked for, so that the next will probably bring something too.
         self.backlogged = False
         #: Entries that were read, and not yet claimed or let go.
@@ -108,7 +113,10 @@ class Intake:
         self._leave()
 
     def _step(self) -> None:
-        free = self._slots.wait_free(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
+        if not self._vouched():  # its slots would give back whatever it claimed
+            self._stop.wait(UNVOUCHED_PAUSE_S)
+            return
+        free = self._slots.wait_room(1.0, linger_s=min(self._claim_s, MAX_LINGER_S))
         if not free or self._stop.is_set():
             return
         seats = Seats(free, self._slots.batching.sizes)

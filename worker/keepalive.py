@@ -204,6 +204,7 @@ class Keepalive:
             pulse.fail(held)
             return False
         pulse.said = beat
+        _tell(pulse, lambda: pulse.lifeline.vouch(started + self._settings.worker_timeout_s))
         if name in heard.unrenewed:
             log.warning("leases not extended: somebody holds the row of one", extra={"worker_id": name})
         else:

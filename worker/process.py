@@ -78,6 +78,11 @@ class SlotProcess:
     def occupied(self) -> bool:
         return self.run is not None or self.inspected
 
+    @property
+    def slow(self) -> bool:
+        """Whether its job has run for longer than a moment."""
+        return self.run is not None and self.run.noted
+
     def runs(self, job_id: str, attempt: int) -> bool:
         return self.run is not None and any((one.job_id, one.attempt) == (job_id, attempt) for one in self.run.claims)
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
+from worker.hand import AHEAD, BRIEF_S, Hand, is_plain
 from worker.handlers import Batching
 from worker.post import Model
 from worker.process import SlotProcess, loading
@@ -19,8 +20,6 @@ from worker.run import Batch
 
 #: Seconds between looks whether anything runs still.
 LOOK_EVERY_S = 0.1
-#: Jobs of less than this many seconds are worth waiting for.
-QUICK_S = 0.002
 #: Seconds that a slot which must go gets to unload its model.
 STOP_S = 5.0
 
@@ -34,6 +33,7 @@ class Roster:
         self._evicted = 0
         self._slots: list[SlotProcess] = []
         self._free: list[SlotProcess] = []
+        self._hand = Hand()
         self._changed = threading.Condition()  # over a lock that its holder may take again
         self._closing = False
         self._failures = 0
@@ -66,8 +66,8 @@ class Roster:
 
     @property
     def quick(self) -> bool:
-        """Whether jobs usually end within a few milliseconds."""
-        return self._usual_run_s < QUICK_S
+        """Whether jobs usually end within a few milliseconds: then they are worth waiting for."""
+        return self._usual_run_s < BRIEF_S
 
     def usable(self) -> int:
         """Slots that take jobs, or run one."""
@@ -90,30 +90,50 @@ class Roster:
 
     # ── jobs ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def wait_free(self, timeout_s: float, linger_s: float = 0.0) -> int:
-        """Free slots, waiting up to `timeout_s` for the first.
+    def wait_room(self, timeout_s: float, linger_s: float = 0.0) -> int:
+        """How many jobs may be claimed now, waiting up to `timeout_s` for the first: as many as slots are free.
 
         When the running jobs are likely to end within `linger_s`, waits that long for them too: one claim for
-        sixteen jobs costs little more than one for eight.
+        sixteen jobs costs little more than one for eight. When jobs are so brief that even this is too long, more may
+        be claimed than slots are free.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closing, timeout_s)
-            if self._free and self.quick:
+            self._changed.wait_for(lambda: self._room() or self._closing, timeout_s)
+            if self._free and self.quick and not self._ahead:
                 self._changed.wait_for(lambda: len(self._free) == len(self._slots) or self._closing, linger_s)
-            return len(self._free)
+            return self._room()
+
+    def _room(self) -> int:
+        if not self._ahead:
+            return max(len(self._free) - len(self._hand), 0)
+        return 0 if self._hand else AHEAD * sum(not slot.slow for slot in self._staying())
+
+    @property
+    def _ahead(self) -> bool:
+        """Batches gather in the stream, where every worker sees them, not in a hand."""
+        return self._hand.open and not self.batching.sizes
+
+    def _staying(self) -> list[SlotProcess]:
+        return [slot for slot in self._slots if not (slot.leaving or slot.dying)]
 
     def vacancies(self) -> tuple[list[ResidentSlot], int]:
-        """Of the free slots, the models that some keep warm, the most recently used first, and how many are blank."""
+        """The models that free slots keep warm, the most recently used first, and how many slots are blank.
+
+        Ahead, those that are blank and busy count: they are free in a moment.
+        """
         with self._changed:
             warm = sorted((slot for slot in self._free if slot.resident), key=lambda slot: -slot.idle_since)
-            return [slot.resident for slot in warm if slot.resident], len(self._free) - len(warm)
+            blank = [slot for slot in (self._staying() if self._ahead else self._free) if slot.resident is None]
+            return [slot.resident for slot in warm if slot.resident], len(blank)
 
     def dispatch(self, batch: Batch) -> bool:
-        """Give jobs to a free slot that may run them; False when there is none (any more)."""
+        """Give jobs to a free slot that may run them, or to the next; False when there is none (any more)."""
         with self._changed:
+            if not is_plain(batch):
+                self._hand.saw(brief=False)
             slot = None if self._closing else self._slot_for(batch[0])
             if slot is None:
-                return False
+                return not self._closing and self._hand.keep(batch, time.monotonic())
             self._free.remove(slot)
             slot.take(batch)
         slot.send_jobs(batch)
@@ -139,13 +159,25 @@ class Roster:
             elif self._closing:
                 slot.send({"stop": True})
             elif not slot.dying:
-                self._free.append(slot)
+                self._occupy(slot)
             if len(self._free) in (1, len(self._slots)) or self._closing:
                 self._changed.notify_all()  # waking everybody for each slot would cost more than the job
+
+    def _occupy(self, slot: SlotProcess) -> None:
+        """It is free: let it run what waits in hand."""
+        batch = self._hand.next_for(slot)
+        if batch is None:
+            self._free.append(slot)
+            return
+        slot.take(batch)
+        slot.send_jobs(batch)
+        if not self._hand:
+            self._changed.notify_all()
 
     def cancel(self, job_id: str, attempt: int) -> None:
         """Stop this job, gently at first. Its end comes like any other; asking again changes nothing."""
         with self._changed:
+            self._hand.give_up((job_id, attempt))
             for slot in self._slots:
                 if slot.runs(job_id, attempt):
                     slot.cancel(job_id, self._cancel_step_s)
@@ -161,7 +193,7 @@ class Roster:
         """Wait until nothing runs; False when something still does after `timeout_s`."""
         with self._changed:
             deadline = time.monotonic() + timeout_s
-            while any(slot.occupied for slot in self._slots):
+            while self._hand or any(slot.occupied for slot in self._slots):
                 if time.monotonic() >= deadline:
                     return False
                 self._changed.wait(LOOK_EVERY_S)
@@ -170,6 +202,7 @@ class Roster:
     def hand_back(self, reason: str) -> None:
         """Kill the process groups of all running jobs, which may run elsewhere."""
         with self._changed:
+            self._hand.give_up()
             for slot in self._slots:
                 slot.hand_back(reason)
 

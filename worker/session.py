@@ -96,6 +96,7 @@ class Session:
                 self._left,
                 self._progressed,
                 self._asked,
+                self._put_back,
                 self._unloaded,
                 self._loaded,
                 self._load_failed,
@@ -139,6 +140,7 @@ class Session:
             self._ledger,
             self._held,
             self._settings,
+            vouched=lambda: self._lifeline.vouched,
             no_room=self._custody.no_room,
             on_read=self._read,
             on_refused=self._refused,
@@ -323,6 +325,10 @@ class Session:
             self._write_down(back)
         except Overloaded:  # the session ended while the claim was being committed: the leader finds the job
             log.warning("left a claimed job behind", extra={"job_id": claim.job_id})
+
+    def _put_back(self, batch: Batch) -> None:
+        for claim in batch:
+            self._refused(claim, None)
 
     def _denied(self, answers: Sequence[NotClaimed]) -> None:
         if any(answer.put_back for answer in answers):

@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from worker import answers, handlers, lifeline, wire
+from worker import answers, handlers, wire
+from worker.answers import NotVouchedFor
 from worker.context import BatchContext, Context
 from worker.flags import Flags
 from worker.handlers import Cancelled, Registered
+from worker.lifeline import Lifeline, end_when_over
 from worker.models import Models
 
 T = TypeVar("T")
@@ -38,6 +40,7 @@ class Slot:
     pipe: wire.Channel
     registry: dict[str, Registered]
     flags: Flags
+    lifeline: Lifeline
     result_limit: int
     #: What its pool adds to every job's context.
     pool: dict[str, Any] = field(default_factory=dict)
@@ -150,6 +153,8 @@ class Slot:
         return said, {"keeps": keeps, "load_seconds": load_s, "run_seconds": run_s}
 
     def _call(self, ctx: Context | BatchContext, body: str) -> object:
+        if not self.lifeline.vouched:
+            raise NotVouchedFor("nobody vouches for the worker that claimed it: its heartbeats are late")
         self.busy = True
         try:
             return self.models.handler(ctx)(ctx, json.loads(body))
@@ -179,9 +184,10 @@ def main() -> None:
         os.set_inheritable(inherited, False)
     pipe = wire.Channel(socket.socket(fileno=int(fd)))
     try:
-        slot = Slot(pipe, handlers.load(modules), Flags(int(flags_fd)), int(result_limit), json.loads(pool))
+        lifeline, flags = Lifeline(int(lifeline_fd)), Flags(int(flags_fd))
+        slot = Slot(pipe, handlers.load(modules), flags, lifeline, int(result_limit), json.loads(pool))
         slot.listen()
-        lifeline.end_when_over(lifeline.Lifeline(int(lifeline_fd)), lambda: slot.leased, LOOK_EVERY_S)
+        end_when_over(lifeline, lambda: slot.leased, LOOK_EVERY_S)
         slot.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the supervisor is gone, and so are we

@@ -7,6 +7,7 @@ started a child), waits for answers and exits together, enforces time limits, an
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
+from worker.hand import BRIEF_S
 from worker.handlers import Batching
 from worker.lifeline import Lifeline
 from worker.nursery import Nursery
@@ -50,6 +52,8 @@ class SlotEvents:
     progressed: Callable[[Claim, float, str], None]
     #: A handler wants to know whether its job is still its own; `SlotPool.answer` tells it.
     asked: Callable[[Claim, int], None]
+    #: Jobs that were dispatched and found no slot.
+    put_back: Callable[[Batch], None] = lambda _batch: None
     #: The slot of that mark is up, and takes jobs once `load` gave it its model.
     unloaded: Callable[[str], None] = lambda _mark: None
     #: A model was loaded, in so many seconds, or could not be.
@@ -104,7 +108,7 @@ class SlotPool(Roster):
             # The places of those that were evicted go first; who comes in addition is to be warm.
             self._evicted = 0 if count > self._count else max(self._evicted + count - self._count, 0)
             self._count = count
-            staying = [slot for slot in self._slots if not (slot.leaving or slot.dying)]
+            staying = self._staying()
             for slot in sorted(staying, key=_usefulness)[: max(len(staying) - count, 0)]:
                 self._dismiss(slot)
             self._wake()
@@ -145,6 +149,7 @@ class SlotPool(Roster):
                 # Without this thread no job would ever end here; it is shown, and the next turn tries again.
                 log.exception("slots broke")
                 time.sleep(TICK_S)
+        self._put_back(math.inf)
         self._selector.close()
 
     def _turn(self) -> None:
@@ -189,12 +194,12 @@ class SlotPool(Roster):
             self._starts.give()
 
     def _missing(self) -> bool:
-        return self._staying() < self._count
+        return self._manned() < self._count
 
     def _surplus(self) -> bool:
-        return self._staying() > self._count
+        return self._manned() > self._count
 
-    def _staying(self) -> int:
+    def _manned(self) -> int:
         return sum(not slot.leaving for slot in self._slots)
 
     def _hear(self, slot: SlotProcess) -> None:
@@ -230,7 +235,10 @@ class SlotPool(Roster):
 
     def _end(self, slot: SlotProcess, run: Run, endings: list[dict[str, Any]], body: str) -> None:
         ends = run.ends(endings, body)
-        self._usual_run_s += (ends[0].run_seconds - self._usual_run_s) / 16
+        run_s = ends[0].run_seconds
+        with self._changed:
+            self._usual_run_s += (run_s - self._usual_run_s) / 16
+            self._hand.saw(brief=run_s < BRIEF_S)
         if run.lead.gpus:
             with self._changed:
                 slot.run, slot.inspected = None, True
@@ -298,8 +306,19 @@ class SlotPool(Roster):
                 run = slot.run
                 if run is not None and not (run.noted or run.verdicts) and now - run.since >= RUNNING_AFTER_S:
                     run.noted = True
+                    self._hand.saw(brief=False)
                     for claim in run.claims:
                         self._events.started(claim)
+
+        self._put_back(now)
+
+    def _put_back(self, now: float) -> None:
+        with self._changed:
+            late = self._hand.overdue(now)
+            if late:
+                self._changed.notify_all()
+        for batch in late:
+            self._events.put_back(batch)
 
     def _wake(self) -> None:
         try:

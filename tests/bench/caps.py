@@ -53,9 +53,12 @@ def seconds_taken(ledger: Path) -> float:
 
 
 class Capped:
-    """An orchestrator in this process and a worker with eight slots in another, under these caps of kinds."""
+    """An orchestrator in this process and a worker with eight slots in another, under these caps of kinds.
 
-    def __init__(self, settings: Settings, folder: Path, most: Mapping[str, int] = CAPS) -> None:
+    Unless it `leads`, nobody does.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, most: Mapping[str, int] = CAPS, *, leads: bool = True) -> None:
         given = settings.model_copy(update={"worker_slots": 8, "worker_handlers": ("tests.bench.capped_handlers",)})
         self.ledger = folder / "counted.log"
         self._cluster = Cluster(given, folder)
@@ -65,7 +68,8 @@ class Capped:
             put = partial(policies.put, scope=Scope.CONCURRENCY, name=f"{kind}:*", document=cap, actor=None)
             self._cluster.db.write(put)
         self._orchestrator = Orchestrator(given)
-        self._orchestrator.start()
+        if leads:
+            self._orchestrator.start()
         self._worker = self._cluster._start("worker", {})
         self._worker.says("worker ready")
 

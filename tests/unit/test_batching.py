@@ -7,6 +7,7 @@ from collections.abc import Callable
 from selectors import EVENT_READ
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,7 +66,7 @@ def intake_of(lane: Lane, pending: tuple[str, ...] = ()) -> Intake:
     """One that only reads; `pending` are entries that it got already, before a fault."""
     nothing: Any = SimpleNamespace(db_timeout_s=1.0, redis_block_ms=1)
     slots: Any = SimpleNamespace(batching=BATCHING)
-    told: dict[str, Any] = dict.fromkeys(("no_room", "on_read", "on_refused", "on_denied"))
+    told: dict[str, Any] = dict.fromkeys(("vouched", "no_room", "on_read", "on_refused", "on_denied"))
     made = Intake(nothing, nothing, nothing, lane, slots, nothing, nothing, nothing, **told)  # type: ignore[arg-type]
     made._unanswered = [Entry("0-1", "job", type) for type in pending]
     return made
@@ -104,6 +105,17 @@ def test_nobody_waits_behind_what_fits_nowhere():
     lane = Lane("many", "plain", "many")
     assert company(lane, slots=1) == "many"
     assert lane.waits == 2
+
+
+def test_nothing_is_read_while_nobody_vouches_for_the_worker(monkeypatch):
+    """It may be declared dead by now, and what it claimed would be another's."""
+    monkeypatch.setattr(worker.intake, "UNVOUCHED_PAUSE_S", 0.0)
+    lane = Lane("many")
+    intake = intake_of(lane, ("many",))
+    intake._vouched = lambda: False
+    intake._slots = Mock(wait_room=Mock(side_effect=AssertionError("asked for a free slot")))
+    intake._step()
+    assert len(intake._unanswered) == 1
 
 
 def test_a_worker_that_stops_waits_for_nobody():

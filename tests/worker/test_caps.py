@@ -1,4 +1,4 @@
-"""Caps on real processes: what the handlers themselves saw, and how long it took them."""
+"""Caps on real processes: what the handlers themselves saw."""
 
 import pytest
 
@@ -7,15 +7,14 @@ from tests.bench import caps
 
 @pytest.fixture
 def capped(cluster, tmp_path):
-    opened = caps.Capped(cluster.settings, tmp_path)
+    opened = caps.Capped(cluster.settings, tmp_path, leads=False)
     yield opened
     opened.close()
 
 
-def test_no_more_run_at_once_than_caps_allow_and_no_seat_stays_empty_for_long(capped):
-    count, seconds = 40, 0.2
-    capped.run(count, seconds, timeout_s=60)
+def test_no_more_run_at_once_than_caps_allow_and_whoever_ends_lets_the_next_one_go(capped):
+    """Nobody leads here: whom no end let go would wait for ever."""
+    capped.run(count=40, seconds=0.1, timeout_s=60)
     most = caps.most_at_once(capped.ledger)
     assert {key: seen for key, seen in most.items() if seen > caps.CAPS[key.partition(":")[0]]} == {}
-    # Without somebody who lets the next one go, each would wait for the leader.
-    assert caps.seconds_taken(capped.ledger) < 3 * caps.least_seconds(count, seconds)
+    assert max(most.values()) == caps.CAPS["agent"]

@@ -21,7 +21,7 @@ from orchestrator.store.dialect import walking
 from orchestrator.store.nodes import Beat
 from tests.factories import Hand, active_leases, gpu, hire, rows, submit, traffic
 from worker.keepalive import Keepalive, Pulse
-from worker.lifeline import Lifeline
+from worker.lifeline import _VOUCHED, Lifeline
 
 LONG_AGO = 2020
 
@@ -161,6 +161,18 @@ def test_only_who_was_declared_dead_is_told_so(db, keepalive, crew, busy):
     assert [member.heard(db) for member in crew] == [True, False, True]
     assert crew[1].lifeline.until < crew[0].lifeline.until
     assert crew[0].lifeline.until > first
+
+
+def test_who_was_heard_is_vouched_for_until_it_may_be_declared_dead_and_nobody_else(db, keepalive, crew, settings):
+    dead = schema.workers.c.worker_id == crew[1].hand.worker_id
+    db.write(lambda conn: conn.execute(update(schema.workers).where(dead).values(status="lost")))
+    for member in crew:
+        member.lifeline.vouch(0.0)
+    before = time.monotonic()
+    keepalive.beat()
+    assert [member.lifeline.vouched for member in crew] == [True, False, True]
+    latest = time.monotonic() + settings().worker_timeout_s
+    assert before + settings().worker_timeout_s <= crew[0].lifeline._read(_VOUCHED) <= latest
 
 
 def test_the_leases_of_the_dead_are_not_renewed(db, keepalive, crew):

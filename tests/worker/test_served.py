@@ -21,6 +21,7 @@ from tests.worker.test_worker import leased, submit
 from worker import Cancelled, Context, OutOfTime, Permanent, served, server, serving
 from worker.flags import Flags
 from worker.handlers import Registered, _registry
+from worker.lifeline import Lifeline
 from worker.ports import free_port, listens
 from worker.server import (
     PortTaken,
@@ -598,11 +599,14 @@ def run_in_slot():
     ours, theirs = Channel.pair()
 
     def run(target, body="{}", result_limit=1000, **job):
-        known = slots.setdefault(target, Slot(ours, {"it": Registered("it", target, 0)}, Flags(), result_limit))
+        new = Slot(ours, {"it": Registered("it", target, 0)}, Flags(), lifeline, result_limit)
+        known = slots.setdefault(target, new)
         return known._run_job({"job_id": "job-1", "type": "it", "attempt": 1, "agent": "tester"} | job, body)
 
     slots: dict[Any, Slot] = {}
+    lifeline = Lifeline()
     yield run
+    lifeline.close()
     ours.close()
     theirs.close()
 

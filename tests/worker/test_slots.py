@@ -1,16 +1,20 @@
 """Slots that come and go as their pool is resized, with real processes."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from orchestrator.store.claim import Claim
+from orchestrator.store.settle import Outcome
 from tests.waiting import wait_until
 from worker import wire
 from worker.lifeline import Lifeline
@@ -138,3 +142,34 @@ def test_a_slot_that_cannot_be_told_its_job_dies_and_answers_for_it_once(monkeyp
         wait_until(lambda: ended, what="the end of the job")
         wait_until(lambda: slots.usable() == 1, timeout=25.0, what="another slot")
         assert len(ended) == 1 and not slots.busy()
+
+
+@pytest.mark.parametrize("batch", ["", "j0"])
+def test_a_job_that_its_slot_gets_when_nobody_vouches_for_it_any_more_does_not_begin(tmp_path, batch):
+    """As after a freeze between the claim and its start: the job runs elsewhere by then."""
+    ended: list[Any] = []
+    events = replace(EVENTS, ended=lambda _jobs, ends, *_how: ended.extend(ends))
+    kind = "marks-many" if batch else "marks"
+    first = Claim(
+        "j0", 1, kind, json.dumps({"file": str(tmp_path / "begun")}), "a", None, None, None, None, batch=batch
+    )
+    with ExitStack() as stack:
+        lifeline = Lifeline()
+        stack.callback(lifeline.close)
+        slots = SlotPool(1, "worker", [*COMMAND, "tests.worker.marking_handlers"], {}, events, 1.0, lifeline)
+        stack.callback(slots.close)
+        slots.start()
+        wait_until(lambda: slots.usable() == 1, timeout=25.0, what="a slot")
+        frozen = slots._slots[0].process.pid
+        os.kill(frozen, signal.SIGSTOP)
+        jobs = (first, first._replace(job_id="j1")) if batch else (first,)
+        assert slots.dispatch(jobs)
+        lifeline.vouch(time.monotonic())
+        os.kill(frozen, signal.SIGCONT)
+        wait_until(lambda: ended, what="its answer")
+        assert [(end.outcome, end.error_kind) for end in ended] == [(Outcome.HANDED_BACK, None)] * len(jobs)
+        assert not (tmp_path / "begun").exists()
+        lifeline.vouch(time.monotonic() + 1000.0)
+        wait_until(lambda: slots.dispatch((first._replace(attempt=2),)), what="the same slot, free again")
+        wait_until(lambda: len(ended) > len(jobs), what="its end")
+        assert ended[-1].outcome is Outcome.DONE and (tmp_path / "begun").read_text() == "2"

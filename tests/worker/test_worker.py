@@ -11,6 +11,7 @@ from orchestrator.store import audit, schema
 from tests.factories import new_job
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
+from worker.hand import IN_A_ROW
 
 GATED = ("tests.worker.gated_handlers",)
 
@@ -170,6 +171,22 @@ def test_sigterm_hands_a_running_job_back_and_it_runs_elsewhere_at_once_uncharge
     workers = cluster.db.read(lambda conn: conn.execute(select(schema.workers)).all())
     assert {row.status for row in workers if row.worker_id == before} == {"stopped"}
     assert leased(cluster) == 1000
+
+
+def test_jobs_claimed_ahead_go_back_uncharged_when_slow_ones_take_the_slots(cluster, orchestrator, gate):
+    """The slow ones leave them no slot, and perhaps another worker has one."""
+    brief = [new_job(type="echo") for _ in range(2 * IN_A_ROW)]
+    slow = [new_job(type="gated", payload={"gate": str(gate)}) for _ in range(2)]
+    behind = [new_job(type="echo") for _ in range(8)]
+    orchestrator.submit([*brief, *slow, *behind]).result(10)
+    cluster.worker(worker_handlers=GATED)
+    for job in slow:
+        cluster.wait_for(job.job_id, "running")
+    handed_back = schema.audit.c.event_type == "job.handed_back"
+    wait_until(lambda: cluster.count("orchestrator_audit", handed_back), what="some that were claimed ahead")
+    gate.unlink()
+    ends = [cluster.wait_for(job.job_id, "done") for job in [*brief, *slow, *behind]]
+    assert {end["attempts"] for end in ends} == {1} and {end["crashes"] for end in ends} == {0}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,182 @@
+"""Jobs claimed ahead: when, how many, which slot gets which, and what becomes of those that find none."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.leases import ResidentSlot
+from orchestrator.store.claim import Claim
+from worker.hand import AHEAD, IN_A_ROW, PATIENCE_S, SMALL, Hand, is_plain
+from worker.handlers import Batching
+from worker.roster import Roster
+
+
+def job(job_id: str, *, lease: Any = None, payload: str = "{}", batch: str = "") -> tuple[Claim, ...]:
+    return (Claim(job_id, 1, "echo", payload, "a", None, None, None, lease, batch),)
+
+
+GPU: Any = SimpleNamespace(resident=None, gpus=("gpu-1",))
+WARM: Any = SimpleNamespace(resident="lease-1", gpus=("gpu-1",))
+CPU: Any = SimpleNamespace(resident=None, gpus=())
+BLANK: Any = SimpleNamespace(resident=None)
+KEEPS: Any = SimpleNamespace(resident=ResidentSlot("lease-1", "echo", None, 100, ()))
+
+
+@pytest.fixture
+def hand() -> Hand:
+    return Hand()
+
+
+def names(batches: list[tuple[Claim, ...]]) -> list[str]:
+    return [batch[0].job_id for batch in batches]
+
+
+def test_it_opens_after_so_many_brief_jobs_in_a_row_and_closes_with_the_first_other(hand):
+    for _ in range(IN_A_ROW):
+        assert not hand.open
+        hand.saw(brief=True)
+    assert hand.open
+    hand.saw(brief=False)
+    assert not hand.open
+
+
+def test_a_slot_gets_the_oldest_that_it_may_run(hand):
+    for batch in (job("leased", lease=GPU), job("on-cpu", lease=CPU), job("plain")):
+        assert hand.keep(batch, 0.0)
+    assert names([hand.next_for(KEEPS)]) == ["on-cpu"]
+    assert names([hand.next_for(BLANK)]) == ["leased"]
+    assert names([hand.next_for(KEEPS)]) == ["plain"]
+    assert hand.next_for(BLANK) is None and not hand
+
+
+@pytest.mark.parametrize("batch", [job("warm", lease=WARM), job("large", payload="x" * (SMALL + 1))])
+def test_who_needs_a_certain_slot_or_a_long_time_to_be_sent_cannot_wait(hand, batch):
+    assert not hand.keep(batch, 0.0) and not hand
+
+
+def test_only_small_jobs_without_a_lease_lead_to_more_like_them():
+    assert is_plain(job("plain"))
+    for other in (job("leased", lease=CPU), job("large", payload="x" * (SMALL + 1)), job("batched", batch="b")):
+        assert not is_plain(other)
+
+
+def test_who_waited_too_long_leaves_and_nothing_more_is_claimed_ahead(hand):
+    hand.keep(job("old"), 0.0)
+    hand.keep(job("young"), 1.0)
+    for _ in range(IN_A_ROW):
+        hand.saw(brief=True)
+    assert hand.overdue(PATIENCE_S) == [] and hand.open
+    assert names(hand.overdue(PATIENCE_S + 0.5)) == ["old"]
+    assert len(hand) == 1 and not hand.open
+
+
+def test_who_is_given_up_leaves_next(hand):
+    for name in ("one", "two", "three"):
+        hand.keep(job(name), 0.0)
+    hand.give_up(("two", 2))
+    assert hand.overdue(0.0) == [], "of another attempt"
+    hand.give_up(("two", 1))
+    assert names(hand.overdue(0.0)) == ["two"]
+    hand.give_up()
+    assert names(hand.overdue(0.0)) == ["one", "three"]
+
+
+class Slot(SimpleNamespace):
+    """A slot that remembers what it was sent."""
+
+    dying = leaving = worn = False
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**({"resident": None, "slow": False, "sent": [], "run": None, "occupied": False} | more))
+
+    def take(self, batch: Any) -> None:
+        self.occupied = True
+
+    def runs(self, _job_id: str, _attempt: int) -> bool:
+        return False
+
+    def send_jobs(self, batch: Any) -> None:
+        self.sent.append(batch[0].job_id)
+
+
+@pytest.fixture
+def roster() -> Any:
+    made: Any = Roster(2, 1.0)
+    made._slots = [Slot(), Slot()]
+    made._free = list(made._slots)
+    return made
+
+
+def open_hand(roster: Any) -> None:
+    for _ in range(IN_A_ROW):
+        roster._hand.saw(brief=True)
+
+
+def test_there_is_room_for_as_many_as_slots_are_free_until_jobs_are_known_to_be_brief(roster):
+    assert roster.wait_room(0.0) == 2
+    roster.dispatch(job("a"))
+    assert roster.wait_room(0.0) == 1
+    open_hand(roster)
+    assert roster.wait_room(0.0) == 2 * AHEAD
+
+
+def test_ahead_there_is_room_again_when_the_hand_is_empty(roster):
+    open_hand(roster)
+    first, second = roster._slots
+    for name in "abcd":
+        assert roster.dispatch(job(name))
+    assert roster.wait_room(0.0) == 0
+    roster._release(first)
+    assert roster.wait_room(0.0) == 0
+    roster._release(second)
+    assert roster.wait_room(0.0) == 2 * AHEAD
+    assert sorted(first.sent + second.sent) == ["a", "b", "c", "d"] and not roster._free
+
+
+def test_slots_with_longer_jobs_are_not_counted(roster):
+    open_hand(roster)
+    roster._slots[0].slow = True
+    assert roster.wait_room(0.0) == AHEAD
+
+
+def test_workers_with_batches_claim_nothing_ahead(roster):
+    open_hand(roster)
+    roster.batching = Batching({"many": 4}, {})
+    assert roster.wait_room(0.0) == 2
+
+
+def test_a_leased_job_ends_it_and_gets_the_next_blank_slot(roster):
+    open_hand(roster)
+    assert roster.vacancies() == ([], 2)
+    roster.dispatch(job("a"))
+    roster.dispatch(job("b"))
+    assert roster.vacancies() == ([], 2), "both are free in a moment"
+    assert roster.dispatch(job("leased", lease=GPU))
+    assert roster.wait_room(0.0) == 0 and roster.vacancies() == ([], 0)
+    roster._release(roster._slots[0])
+    assert roster._slots[0].sent[-1] == "leased"
+
+
+def test_what_waits_in_hand_counts_as_running_until_it_is_put_back(roster):
+    open_hand(roster)
+    for name in "abc":
+        roster.dispatch(job(name))
+    for slot in roster._slots:
+        slot.occupied = False
+    assert not roster.wait_idle(0.0)
+    roster.cancel("c", 1)
+    assert names(roster._hand.overdue(0.0)) == ["c"]
+    assert roster.wait_idle(0.0)
+
+
+def test_nothing_is_kept_once_it_closes(roster):
+    open_hand(roster)
+    roster._closing = True
+    assert not roster.dispatch(job("a"))
+
+
+def test_whoever_waits_in_hand_is_first_when_nothing_more_is_claimed_ahead(roster):
+    roster._free = [Slot(resident=KEEPS.resident)]
+    assert roster.dispatch(job("leased", lease=GPU))
+    assert roster.wait_room(0.0) == 0
