@@ -164,19 +164,11 @@ def _caps(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures:
 
 
 def _import(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
-    count = options.jobs
     redis.flush()
     with tempfile.TemporaryDirectory() as folder:
         measured = importing.Import(mariadb.create_database("bench_import"), redis.url, Path(folder))
         try:
-            figures["import: fresh, lines/s"].append(measured.fresh(count))
-        finally:
-            measured.close()
-    redis.flush()
-    with tempfile.TemporaryDirectory() as folder:
-        measured = importing.Import(mariadb.create_database("bench_import"), redis.url, Path(folder))
-        try:
-            for what, value in measured.measure(count).items():
+            for what, value in measured.measure(options.jobs).items():
                 figures[f"import: {what}"].append(value)
         finally:
             measured.close()

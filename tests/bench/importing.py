@@ -49,7 +49,6 @@ class Import:
             raise WrongEnd(f"{stored} rows after an interruption at line {first.totals['through']} of {count}")
         second = self._run(count)
         self._check(count, first, second)
-        rest = second.totals["created"]
         again = self._run(count)
         if (again.totals["existing"], again.totals["created"]) != (count, 0):
             raise WrongEnd(f"a third import: {again.totals}")
@@ -58,22 +57,14 @@ class Import:
             raise WrongEnd(f"the importer's memory grows: {looks}")
         return {
             "lines": count,
-            "interrupted: lines/s": first.totals["lines"] / first.seconds,
-            "interrupted: rows": stored,
-            "interrupted: seconds from SIGINT to its end": first.ending_s,
+            "all new, until SIGINT: lines/s": first.totals["lines"] / first.seconds,
+            "rows after SIGINT": stored,
+            "seconds from SIGINT to its end": first.ending_s,
             "again, half of it new: lines/s": count / second.seconds,
-            "again: created": rest,
-            "all known: lines/s": count / again.seconds,
+            "again: created": second.totals["created"],
+            "once more, all known: lines/s": count / again.seconds,
             **looks,
         }
-
-    def fresh(self, count: int) -> float:
-        """Lines a second, nothing of it known."""
-        self._write(count)
-        ran = self._run(count)
-        if ran.totals["created"] != count or self._stored() != count:
-            raise WrongEnd(f"{self._stored()} rows of {count} lines: {ran.totals}")
-        return count / ran.seconds
 
     def _write(self, count: int) -> None:
         with self._file.open("w") as file:
