@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from orchestrator import __version__
 from orchestrator.api import (
+    audit,
     cluster,
     control,
     dlq,
@@ -24,6 +25,7 @@ from orchestrator.api import (
     schedules,
     submit,
     workers,
+    workflows,
 )
 from orchestrator.api.backend import Backend
 from orchestrator.api.guard import Guard
@@ -43,8 +45,10 @@ NOUNS = (
     pools,
     policies,
     schedules,
+    workflows,
     control,
     cluster,
+    audit,
     health,
 )
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
+from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
+from orchestrator.cli.importing import import_jobs
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
 from orchestrator.client.answers import Job
@@ -29,12 +31,15 @@ def jobs() -> None:
     """Submit jobs, look at them, wait for them, cancel them or start them over."""
 
 
+jobs.add_command(import_jobs)
+
+
 @jobs.command()
 @click.argument("type")
 @click.option("--payload", default="{}", metavar="JSON|@FILE|-", help="An object; - reads standard input.")
 @click.option("--job-id", help="Makes repeating this safe: the same id and content is one job.")
 @click.option("--agent", help="On whose behalf.")
-@click.option("--pool", "pool_id", help="Pool whose workers run it.")
+@click.option("--pool", "pool_id", shell_complete=completion.pool_ids, help="Pool whose workers run it.")
 @click.option("--priority", help="LOW, NORMAL, HIGH or -100…100; larger runs earlier.")
 @click.option(
     "--cost-units", type=float, help="What it costs of its agent's share, 0…100; by default as long as it takes."
@@ -63,7 +68,7 @@ def submit(api: Api, *, as_json: bool, payload: str, priority: str | None, patie
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.option("--wait", "wait_s", type=click.FloatRange(0), default=0, help="Seconds to wait for its end.")
 @with_api
 @as_json
@@ -73,7 +78,7 @@ def get(api: Api, job_id: str, *, wait_s: float, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1).")
 @with_api
 @as_json
@@ -87,8 +92,9 @@ def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> in
 @jobs.command("list")
 @click.option("--status", type=click.Choice([status.value for status in Status]))
 @click.option("--agent")
-@click.option("--pool", "pool_id")
+@click.option("--pool", "pool_id", shell_complete=completion.pool_ids)
 @click.option("--type", "type")
+@click.option("--workflow", "workflow_id", help="Tasks of this workflow.")
 @click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
 @click.option("--cursor", help="Continue where an earlier page ended.")
 @with_api
@@ -104,7 +110,7 @@ def list_jobs(api: Api, *, as_json: bool, **filters: Any) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def events(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -117,7 +123,7 @@ def events(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def explain(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -140,7 +146,7 @@ def explain(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def cancel(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -154,7 +160,7 @@ def cancel(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def retry(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -167,7 +173,7 @@ def retry(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command(context_settings={"ignore_unknown_options": True})
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.argument("priority", metavar="LOW|NORMAL|HIGH|-100…100")
 @with_api
 @as_json

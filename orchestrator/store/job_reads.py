@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from orchestrator.errors import JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.jsontext import listed
 from orchestrator.store import paging
 from orchestrator.store.dialect import seconds_since, walking
+from orchestrator.store.hot import Hot
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
@@ -30,6 +31,7 @@ class Filter:
     agent: str | None = None
     pool_id: str | None = None
     type: str | None = None
+    workflow_id: str | None = None
 
 
 def get(conn: Connection, job_id: str) -> dict[str, Any]:
@@ -123,6 +125,7 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
             (jobs.c.agent, wanted.agent),
             (jobs.c.lane, wanted.pool_id),
             (jobs.c.type, wanted.type),
+            (jobs.c.workflow_id, wanted.workflow_id),
         )
         if value is not None
     ]
@@ -150,13 +153,15 @@ UNFINISHED = (Status.PENDING, *sorted(OWNED))
 def stats(conn: Connection, most: int = MOST_COUNTED) -> dict[str, Any]:
     """Jobs by status; those that are not over by pool and agent, too. Bounded: the oldest `most` of each status."""
     statuses = {status: _counted(conn, status, most) for status in Status}
-    pools: dict[str, dict[str, int]] = {}
-    agents: dict[str, dict[str, int]] = {}
+    pools: dict[str, dict[str, Any]] = {}
+    agents: dict[str, dict[str, Any]] = {}
     for status in UNFINISHED:
-        for lane, agent, count in _unfinished(conn, status, most):
+        for lane, agent, count, age_s in _unfinished(conn, status, most):
             for groups, name in ((pools, lane), (agents, agent)):
-                group = groups.setdefault(name, dict.fromkeys(UNFINISHED, 0))
+                group = groups.setdefault(name, dict.fromkeys(UNFINISHED, 0) | {"oldest_pending_seconds": None})
                 group[status] += count
+                if status is Status.PENDING:
+                    group["oldest_pending_seconds"] = max(group["oldest_pending_seconds"] or 0.0, float(age_s))
     return {
         "status": statuses,
         "pools": dict(sorted(pools.items())),
@@ -172,15 +177,49 @@ def _counted(conn: Connection, status: Status, most: int) -> int:
 
 
 def _unfinished(conn: Connection, status: Status, most: int) -> Sequence[Any]:
-    some = select(jobs.c.lane, jobs.c.agent).where(jobs.c.status == status).order_by(jobs.c.created_at).limit(most)
-    first = walking(some, jobs, "ix_jobs_status").subquery()
-    return conn.execute(select(first.c.lane, first.c.agent, func.count()).group_by(first.c.lane, first.c.agent)).all()
+    """By lane and agent: how many, and the age of the oldest. They come in order of age, so each group's is exact."""
+    some = select(jobs.c.lane, jobs.c.agent, jobs.c.created_at).where(jobs.c.status == status)
+    first = walking(some.order_by(jobs.c.created_at).limit(most), jobs, "ix_jobs_status").subquery()
+    age = seconds_since(func.min(first.c.created_at))
+    query = select(first.c.lane, first.c.agent, func.count(), age).group_by(first.c.lane, first.c.agent)
+    return conn.execute(query).all()
 
 
 def _oldest_pending_s(conn: Connection) -> float | None:
     oldest = select(seconds_since(jobs.c.created_at)).where(jobs.c.status == Status.PENDING)
     age = conn.execute(oldest.order_by(jobs.c.created_at).limit(1)).scalar()
     return None if age is None else max(float(age), 0.0)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left of a lane: jobs that may start, that wait for something, for a moment, and that are owned.
+
+    Each is counted up to `MOST_COUNTED`.
+    """
+
+    ready: int
+    blocked: int
+    delayed: int
+    running: int
+
+    @property
+    def total(self) -> int:
+        return self.ready + self.blocked + self.delayed + self.running
+
+
+def left(conn: Connection, lane: str, most: int = MOST_COUNTED) -> Left:
+    def count(index: str, condition: ColumnElement[bool]) -> int:
+        some = select(jobs.c.lane).where(jobs.c.lane == lane, condition).limit(most)
+        first = walking(some, jobs, index).subquery()
+        return int(conn.execute(select(func.count()).select_from(first)).scalar_one())
+
+    return Left(
+        count("ix_jobs_queue", jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))),
+        count("ix_jobs_queue", jobs.c.queued == Queued.BLOCKED),
+        count("ix_jobs_queue", jobs.c.queued == Queued.DELAYED),
+        count("ix_jobs_status", jobs.c.status.in_(sorted(OWNED))),
+    )
 
 
 @dataclass(frozen=True)
@@ -230,7 +269,9 @@ def active_leases(conn: Connection) -> int:
     return int(conn.execute(select(func.count()).where(leases.c.state == "active")).scalar_one())
 
 
+_STATUSES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(ids)))
+
+
 def statuses(conn: Connection, job_ids: Sequence[str]) -> dict[str, Status]:
     """Where each of these jobs stands; those nobody knows are left out."""
-    rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
-    return {row.job_id: Status(row.status) for row in rows}
+    return {job_id: Status(status) for job_id, status in _STATUSES.rows(conn, job_ids)}
