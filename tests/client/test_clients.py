@@ -124,7 +124,8 @@ def api(started: Running) -> Iterator[Running]:
     yield started
     started.http.delete("/policies/agents/polite")
     with started.db.engine.begin() as connection:
-        for table in (schema.dead_letters, schema.results, schema.jobs, schema.rate_buckets):
+        about_jobs = (schema.task_edges, schema.task_stages, schema.dead_letters, schema.results)
+        for table in (*about_jobs, schema.jobs, schema.workflows, schema.rate_buckets):
             connection.execute(table.delete())
 
 
@@ -504,6 +505,26 @@ def test_a_pool_from_its_creation_to_its_end(client: Any, api: Running) -> None:
         assert client.pools.delete(pool["pool_id"])["deleted"] is True
     with pytest.raises(Refused, match="404 pool_not_found"):
         client.pools.show("chat")
+
+
+def test_a_workflow_from_its_creation_to_its_end(client: Any, api: Running) -> None:
+    tasks = [JOB | {"name": "a"}, JOB | {"name": "b", "depends_on": ["a"]}]
+    made = client.workflows.create(tasks, name="nightly")
+    flow = made["workflow_id"]
+    assert (made["status"], made["created"]) == ("running", True)
+    assert client.workflows.create(tasks, flow, name="nightly")["created"] is False
+    client.workflows.add_tasks(flow, [JOB | {"name": "c", "depends_on": ["b"]}])
+    assert flow in [one["workflow_id"] for one in client.workflows.list(status="running")]
+    with pytest.raises(NotEnded, match=flow):
+        client.workflows.wait(flow, timeout_s=0.05)
+    ids = {task["name"]: task["job_id"] for task in client.workflows.get(flow)["tasks"]}
+    for name in "abc":
+        finish(api, [ids[name]])
+    assert client.workflows.wait(flow, timeout_s=WAIT_S)["status"] == "done"
+    assert client.workflows.rerun(flow, "c")["status"] == "running"
+    assert client.workflows.cancel(flow)["status"] == "cancelled"
+    assert client.workflows.retry_failed(flow)["status"] == "running"
+    client.workflows.cancel(flow)
 
 
 def test_dead_letters_are_listed_started_over_and_forgotten(client: Any, api: Running) -> None:
