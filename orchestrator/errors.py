@@ -38,6 +38,7 @@ OrchestratorError
 │   ├── QueueFull          queue_full            as many jobs wait in this lane as may
 │   └── AgentLimit         agent_limit           this agent has as much in flight as it may
 ├── Paused                 paused                an operator paused what this job belongs to
+├── Aborted                aborted               whoever asked cancelled it; what had begun was let end
 ├── StaleEpoch             stale_epoch           another leader took over; this write had no effect
 ├── WorkerExists           worker_exists         a worker with this id is alive, or something of it is left
 ├── WorkerLost             worker_lost           the leader gave this worker's jobs away
@@ -45,7 +46,8 @@ OrchestratorError
     ├── DatabaseUnavailable  database_unavailable
     ├── RedisUnavailable     redis_unavailable
     ├── GpuUnavailable       gpu_unavailable       a GPU or its driver cannot be asked; nothing may start there
-    └── KubernetesUnavailable  kubernetes_unavailable
+    ├── KubernetesUnavailable  kubernetes_unavailable
+    └── NoThreads            no_threads            the machine lets this process start no thread
 
 `code` is part of the HTTP contract: it never changes meaning.
 """
@@ -315,6 +317,16 @@ class Paused(OrchestratorError):
         self.retry_after_s = retry_after_s
 
 
+class Aborted(OrchestratorError):
+    code = "aborted"
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(
+            f"cancelled{f': {reason}' if reason else ''}; what had begun was let end, nothing was begun since"
+        )
+        self.reason = reason
+
+
 class StaleEpoch(OrchestratorError):
     code = "stale_epoch"
 
@@ -374,3 +386,10 @@ class KubernetesUnavailable(Unavailable):
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
         self.answered = answered
+
+
+class NoThreads(Unavailable):
+    code = "no_threads"
+
+    def __init__(self, name: str, cause: object) -> None:
+        super().__init__(f"no thread for {name!r} ({cause}); raise the limit of processes and threads, or run fewer")

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from orchestrator import __version__
 from orchestrator.api import (
+    audit,
     cluster,
     control,
     dlq,
@@ -17,6 +18,7 @@ from orchestrator.api import (
     job_actions,
     jobs,
     leases,
+    outcomes,
     policies,
     pools,
     problems,
@@ -35,6 +37,7 @@ NOUNS = (
     submit,
     fetch,
     jobs,
+    outcomes,
     job_actions,
     dlq,
     leases,
@@ -45,6 +48,7 @@ NOUNS = (
     workflows,
     control,
     cluster,
+    audit,
     health,
 )
 

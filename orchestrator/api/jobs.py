@@ -65,7 +65,7 @@ async def stats(api: Api) -> Json:
 async def get(request: Request, api: Api, job_id: JobId, query: Annotated[OneQuery, Query()]) -> Json:
     """The whole record. With `wait`, once the job has ended or that many seconds are over."""
     if query.wait:
-        await unless_gone(request, api.waiters.wait(job_id, min(query.wait, api.settings.wait_max_s)))
+        await unless_gone(request, api.waiters.wait(frozenset({job_id}), min(query.wait, api.settings.wait_max_s)))
     return Json(await api.read(lambda conn: job_reads.get(conn, job_id)))
 
 

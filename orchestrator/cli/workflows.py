@@ -10,7 +10,8 @@ import click
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, workflow_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import workflow_path
 from orchestrator.workflows import FlowStatus
 
 _LISTED = ("workflow_id", "name", "status", "completed", "total", "failed", "agent", "created_at", "reason")

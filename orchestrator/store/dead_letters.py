@@ -6,7 +6,7 @@ least once; the rows here are the truth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -218,6 +218,23 @@ def redrive(
     return _removed(found)
 
 
+def redrive_ended(
+    conn: Connection,
+    job_ids: Sequence[str],
+    statuses: Collection[Status],
+    redrive_max: int,
+    delay: Callable[[int], float],
+    actor: str | None,
+) -> Removed:
+    """The same for jobs that ended in one of these states, with a letter or without."""
+    ended = lock_ended(conn, job_ids, jobs.c.workflow_id.is_(None))
+    found = [one for one in ended if one.status in statuses and one.redrives < redrive_max]
+    place = {job_id: n for n, job_id in enumerate(job_ids)}
+    delays = {one.job_id: delay(place[one.job_id]) for one in found}
+    _start_over(conn, job_rules.REDRIVE, found, delays, actor)
+    return _removed(found)
+
+
 def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | None, nth: int | None = None) -> Removed:
     """Start one job over, dead letter or otherwise badly ended.
 
@@ -243,13 +260,14 @@ def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | No
     return _removed([found])
 
 
-def lock_ended(conn: Connection, job_ids: Sequence[str]) -> list[Found]:
+def lock_ended(conn: Connection, job_ids: Sequence[str], *conditions: ColumnElement[bool]) -> list[Found]:
     """Those of these that have ended, however they did; their letters before them, as everybody does."""
     letters = select(dead_letters.c.job_id, dead_letters.c.entry_id).where(dead_letters.c.job_id.in_(job_ids))
-    entries = {row.job_id: row.entry_id for row in conn.execute(letters.with_for_update())}
+    locked = conn.execute(by_key(letters, dead_letters).with_for_update())
+    entries = {row.job_id: row.entry_id for row in locked}
     columns = (jobs.c.job_id, jobs.c.attempt, jobs.c.redrives, jobs.c.lane, _GATED, jobs.c.status, jobs.c.optional)
     ended = by_key(select(*columns), jobs).where(jobs.c.job_id.in_(job_ids), jobs.c.status.in_(sorted(TERMINAL)))
-    rows = conn.execute(ended.with_for_update())
+    rows = conn.execute(ended.where(*conditions).order_by(jobs.c.job_id).with_for_update())
     return [Found(one.job_id, entries.get(one.job_id), *one[1:]) for one in rows]
 
 

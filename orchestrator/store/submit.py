@@ -145,11 +145,11 @@ def _refuse_strays(conn: Connection, fresh: dict[int, NewJob], answers: list[Ans
             del fresh[position]
 
 
+_HASHES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(ids)))
+
+
 def _known_hashes(conn: Connection, job_ids: list[str]) -> dict[str, str]:
-    if not job_ids:
-        return {}
-    rows = conn.execute(select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(job_ids)))
-    return {row.job_id: row.payload_hash for row in rows}
+    return {job_id: known for job_id, known in _HASHES.rows(conn, job_ids)} if job_ids else {}  # noqa: C416 - no pairs
 
 
 class Entering(NamedTuple):

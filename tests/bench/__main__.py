@@ -1,10 +1,12 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
 python -m tests.bench [--jobs 10000] [--leases 4096] [--submits 50000] [--rounds 3] [--slots 16] [--json]
-                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|map] [--parts 100000]
+                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|map|import] [--parts 100000]
 
-`shares` and `map` are run only when asked for: they take minutes, and exit with 1 when an agent does not get its share,
-or when a map of so many parts, whose workers are killed meanwhile, is not exactly what it should be.
+`shares`, `map` and `import` are run only when asked for: they take minutes. They exit with 1 when an agent does not get
+its share; when a map of so many parts, whose workers are killed meanwhile, is not exactly what it should be; when a
+file that was imported, interrupted and imported again (`--jobs`, by default 100,000 lines) did not become exactly its
+jobs, or the importer's memory grows.
 """
 
 import argparse
@@ -16,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from orchestrator.settings import Settings
-from tests.bench import caps, raw
+from tests.bench import caps, importing, raw
 from tests.bench.flood import COUNT, Flood
 from tests.bench.leases import Leases
 from tests.bench.mapping import Mapping, wrong_with
@@ -184,6 +186,17 @@ def _map(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: d
         figures["map is wrong"].append(1)
 
 
+def _import(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = importing.Import(mariadb.create_database("bench_import"), redis.url, Path(folder))
+        try:
+            for what, value in measured.measure(options.jobs).items():
+                figures[f"import: {what}"].append(value)
+        finally:
+            measured.close()
+
+
 PARTS = {
     "leases": _grants,
     "jobs": _round,
@@ -194,8 +207,9 @@ PARTS = {
     "publish": _publish,
     "shares": _shares,
     "map": _map,
+    "import": _import,
 }
-ON_DEMAND = {"shares", "map"}
+ON_DEMAND = {"shares", "map", "import"}
 
 
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -228,7 +242,7 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--jobs", type=int, help="10,000 unless said; of an import 100,000")
     parser.add_argument("--leases", type=int, default=4096)
     parser.add_argument("--submits", type=int, default=COUNT)
     parser.add_argument("--parts", type=int, default=100_000)
@@ -237,7 +251,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.jobs = options.jobs or (importing.COUNT if options.only == "import" else 10_000)
+    return options
 
 
 if __name__ == "__main__":
