@@ -166,11 +166,12 @@ class Leasing:
         # Releasing waits for an answer, in a thread; whoever cancels us meanwhile waits for that, too.
         leaving = asyncio.get_running_loop().run_in_executor(None, held.leave)
         cancelled = await _to_its_end(leaving)
-        lost_here = in_task.arrived() and (cancelled or isinstance(error, asyncio.CancelledError))
-        if lost_here or (error is None and self._on_lost is None):
-            held.check()
-        if cancelled and not lost_here:
+        if in_task.arrived() and (cancelled or isinstance(error, asyncio.CancelledError)):
+            raise LeaseLost(held.reason or "")  # whose event may not be set yet
+        if cancelled:
             raise asyncio.CancelledError
+        if error is None and self._on_lost is None:
+            held.check()
 
     def __del__(self) -> None:
         """The error may come between the last step of the block and the first of `__exit__`, which then never runs."""

@@ -100,7 +100,8 @@ class JobsOf(Polite[Door]):
         """Submit all of them and return the answers, in order. `jobs` may be any iterable, and is taken lazily.
 
         They go in batches, one after the other and so in order, or `threads` at a time (0: as many as suits the
-        machine). A server that says "later" is asked again then, for up to `patience_s` seconds since a job got in.
+        machine). A server that says "later" is asked again then, for up to `patience_s` seconds since a job got in;
+        `on_wait` is told why, by whichever thread waits.
         Raises JobsRefused, whose `answers` say which got in, and ServerUnreachable. Jobs with ids of your own may be
         sent again after any error: those that are stored already answer `created: false`.
         """

@@ -22,6 +22,7 @@ from orchestrator.client import (
     Refused,
     ServerUnreachable,
     answers,
+    interrupt,
     nouns,
     patience,
     submitting,
@@ -164,7 +165,7 @@ def test_one_job_from_its_submit_to_its_end(client: Any, api: Running) -> None:
     assert client.get(job_id)["payload"] == {}
     assert client.set_priority(job_id, "HIGH")["before"] < 0
     assert client.explain(job_id)["status"] == "pending"
-    assert client.stats()["status"]["pending"] == 1
+    wait_until(lambda: client.stats()["status"]["pending"] == 1, what="it is counted, within a second")
     with pytest.raises(NotEnded, match=f"'{job_id}' has not ended within 0.05 s") as late:
         client.wait(job_id, timeout_s=0.05)
     assert late.value.waiting == [job_id]
@@ -616,6 +617,18 @@ def test_a_task_hears_that_its_lease_is_lost(server: Orchestrator) -> None:
         return "not raised"
 
     assert "410 lease_ended" in in_loop(scenario, server.url)
+
+
+def test_a_task_may_run_before_the_loss_is_known_to_all(server: Orchestrator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cancelled a moment before the event is set, and may have left its block by then."""
+    send = interrupt.InTask.send
+
+    def slowly(self: interrupt.InTask, reason: str) -> None:
+        send(self, reason)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(interrupt.InTask, "send", slowly)
+    test_a_task_hears_that_its_lease_is_lost(server)
 
 
 def test_a_task_that_is_cancelled_gives_its_lease_back(server: Orchestrator) -> None:
