@@ -104,9 +104,13 @@ class Ingest:
     def start(self) -> None:
         self._thread.start()
 
+    def stop(self) -> None:
+        """Begin nothing more; `close` waits for what was begun."""
+        self._stop.set()
+
     def close(self) -> None:
         """What is not acknowledged stays pending; another instance takes it over."""
-        self._stop.set()
+        self.stop()
         if self._thread.is_alive():
             self._thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)
         self._events.close()

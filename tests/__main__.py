@@ -1,49 +1,126 @@
-"""`python -m tests`: all tests, in three parts side by side. What it is told besides goes to pytest, as one run.
+"""`python -m tests`: all tests, in parts side by side. What it is told besides goes to pytest, as one run.
 
-One part computes, the others mostly run whole processes that are killed, frozen and replaced; each starts servers
-of its own. Their output is kept until the first is done, so that all can be read.
+Each part is a pytest with servers of its own. It takes one file of tests after the other from those that nobody took
+yet: some parts begin with the folders that run whole clusters, the others with those that only compute, so that both
+kinds are always under way and all parts end at about the same time. The output of the first is seen as it comes, that
+of the others when it is done.
 """
 
+from __future__ import annotations
+
+import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent
-#: Folders by part, so that all take about as long. All others, also those to come, are the first part.
-SYSTEMS = (("gpu", "worker"), ("chaos", "client", "e2e", "leader"))
-_PYTEST = (sys.executable, "-m", "pytest")
+#: Folders by the work of their files, from whole clusters that are killed and frozen to sums; those to come are first.
+FOLDERS = (
+    *("chaos", "worker", "e2e", "client", "leader", "gpu", "stream"),
+    *("api", "store", "unit", "sim", "contracts"),
+)
+#: More than there are processors: half of the tests mostly wait. On a large machine the servers are the limit.
+PARTS = max(4, min(os.cpu_count() or 1, 8))
 
 
 def main() -> int:
     if sys.argv[1:]:
-        return subprocess.call([*_PYTEST, *sys.argv[1:]])
-    beside = [name for part in SYSTEMS for name in part]
-    places = {path.relative_to(ROOT).parts[0] for path in ROOT.rglob("test_*.py")}
+        return subprocess.call([sys.executable, "-m", "pytest", *sys.argv[1:]])
+    begun = time.monotonic()
     with ExitStack() as stack:
-        parts = [Part(names, stack) for names in SYSTEMS]
-        codes = [subprocess.call([*_PYTEST, *(str(ROOT / name) for name in sorted(places - {*beside}))])]
-        codes += [part.finish() for part in parts]
-    return max(codes)
+        claims = stack.enter_context(tempfile.TemporaryDirectory(prefix="orch-tests-"))
+        parts = [Part(number, claims, stack) for number in range(PARTS)]
+        codes = [part.finish() for part in parts]
+    failed = [number for number, code in enumerate(codes) if code]
+    print(f"{len(codes)} parts in {time.monotonic() - begun:.0f} s; failed: {failed or 'none'}", flush=True)
+    return int(any(codes))
 
 
 class Part:
-    def __init__(self, names: tuple[str, ...], stack: ExitStack) -> None:
-        self._names = names
-        self._output = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
-        command = [*_PYTEST, *(str(ROOT / name) for name in names)]
-        self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+    """One pytest beside others; the output of all but the first is kept until it is done."""
+
+    def __init__(self, number: int, claims: str, stack: ExitStack) -> None:
+        self._number = number
+        self._output = stack.enter_context(tempfile.TemporaryFile()) if number else None  # noqa: SIM115 - the stack closes it
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.__main__"]
+        options = ["--part", str(number), "--claims", claims, "-o", "console_output_style=classic"]
+        self._process = subprocess.Popen([*command, *options], stdout=self._output, stderr=self._output)
         stack.callback(self._process.kill)
 
     def finish(self) -> int:
         """Wait for its end and show what it said."""
-        print(f"tests of {', '.join(self._names)}, which ran beside …", flush=True)
         code = self._process.wait()
-        self._output.seek(0)
-        sys.stdout.buffer.write(self._output.read())
-        sys.stdout.flush()
-        return code
+        if self._output is not None:
+            print(f"what part {self._number} said, which ran beside:", flush=True)
+            self._output.seek(0)
+            sys.stdout.buffer.write(self._output.read())
+        print(f"part {self._number} ended with {code}", flush=True)
+        return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code  # others had taken everything
+
+
+# --- inside of a part ---
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", type=int, help="number of this part of `python -m tests`")
+    parser.addoption("--claims", type=Path, help="folder in which the parts say which files they took")
+
+
+def pytest_collection(session: pytest.Session) -> bool:
+    return True  # a file is collected when it is taken
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """As pytest's own, but the last test of a file knows the first of the next: what the session shares stays."""
+    items = taken(session)
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
+
+
+def taken(session: pytest.Session) -> Iterator[pytest.Item]:
+    """The tests of all files that this part could take."""
+    part, claims = session.config.option.part, session.config.option.claims
+    numbered = list(enumerate(files()))
+    collected = 0
+    for number, path in reversed(numbered) if part % 2 else numbered:
+        if claim(claims / str(number)):
+            items = session.perform_collect([str(path)])
+            collected += len(items)
+            yield from items
+    session.testscollected = collected
+
+
+def files() -> list[Path]:
+    """All files of tests in the order of FOLDERS, long ones first."""
+
+    def place(path: Path) -> tuple[int, int, Path]:
+        folder = path.relative_to(ROOT).parts[0]
+        known = FOLDERS.index(folder) if folder in FOLDERS else -1
+        return known, -path.stat().st_size, path
+
+    return sorted(ROOT.rglob("test_*.py"), key=place)
+
+
+def claim(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -6,18 +6,21 @@ skips its tests on a laptop and fails them when CI is set: there, a skip would p
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, TypeVar
 
 import pytest
 import redis
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
+from sqlalchemy.util import LRUCache
 
 from orchestrator.settings import Settings
-from orchestrator.store import schema
+from orchestrator.store import dialect, schema
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
 from tests.gpu.driver import MissingCompilerError, build
@@ -37,6 +40,9 @@ def pytest_configure() -> None:
     # Before any test module is imported: what a developer has exported must not decide what the tests see.
     for name in [name for name in os.environ if name.startswith("ORCH_")]:
         del os.environ[name]
+    # Tests start programs by the hundred: each would compile all of the source again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     _hear_signals()
 
 
@@ -97,13 +103,18 @@ def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- addresses ---
 
 
+@pytest.fixture(scope="session")
+def mariadb_url(mariadb: MariaDB) -> str:
+    """The one database of MariaDB that the tests of a session share."""
+    return mariadb.create_database("orchestrator_tests")
+
+
 @pytest.fixture(params=["mariadb", "sqlite"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Both databases in turn: one of MariaDB, shared by the session; a fresh file of SQLite per test."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'orchestrator.db'}"
-    mariadb: MariaDB = request.getfixturevalue("mariadb")
-    return mariadb.create_database("orchestrator_tests")
+    return str(request.getfixturevalue("mariadb_url"))
 
 
 @pytest.fixture(params=["redis", "valkey"])
@@ -116,8 +127,9 @@ def redis_url(request: pytest.FixtureRequest) -> str:
 
 # --- settings ---
 
-#: Everything that a test may have to wait for, as short as the relations between settings allow; and a window for all
-#: that it submits, also where nobody reads.
+#: Everything that a test may have to wait for, as short as the relations between settings allow; but what a leader does
+#: again and again not so often that its tests mostly do that. And a window for all that it submits, also where nobody
+#: reads.
 SHORT: dict[str, Any] = {
     "claim_idle_ms": 1000,
     "db_timeout_s": 5.0,
@@ -125,12 +137,12 @@ SHORT: dict[str, Any] = {
     "leader_interval_s": 0.1,
     "leader_trust_margin_s": 0.5,
     "leader_ttl_s": 2.0,
-    "publish_interval_s": 0.05,
-    "purge_interval_s": 0.1,
-    "reclaim_interval_s": 0.1,
+    "publish_interval_s": 0.15,
+    "purge_interval_s": 0.2,
+    "reclaim_interval_s": 0.2,
     "redis_block_ms": 200,
     "redis_timeout_s": 1.0,
-    "republish_after_s": 0.2,
+    "republish_after_s": 0.3,
     "retry_base_s": 0.1,
     "retry_cap_s": 1.0,
     "worker_heartbeat_s": 0.2,
@@ -147,11 +159,29 @@ def settings() -> Callable[..., Settings]:
 # --- databases ---
 
 
+class _Compiled(LRUCache[Any, Any]):
+    """Statements by the kind of database alone: two engines of a kind compile them alike."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get((key[0].name, *key[1:]), default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__((key[0].name, *key[1:]), value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """A program has one database and compiles its statements once; tests open one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        options = {"compiled_cache": _Compiled(2000)}
+        patch.setattr(dialect, "create_engine", partial(create_engine, execution_options=options))
+        yield
+
+
 @pytest.fixture(scope="session")
-def mariadb_with_tables(mariadb: MariaDB) -> Iterator[Database]:
-    """Open for the whole session: what an engine has compiled need not be compiled for each test."""
-    url = mariadb.create_database("orchestrator_tests")
-    database = Database(Settings(**SHORT, database_url=url))
+def mariadb_with_tables(mariadb_url: str) -> Iterator[Database]:
+    """Open for the whole session: connecting takes longer than most tests."""
+    database = Database(Settings(**SHORT, database_url=mariadb_url))
     schema.metadata.create_all(database.engine)
     yield database
     database.close()
@@ -166,10 +196,18 @@ def sqlite_with_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+#: Which tables have rows: one question instead of one statement for each table, of which a test writes few.
+_WRITTEN = text(
+    " UNION ALL ".join(f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM {name})" for name in schema.metadata.tables)
+)
+
+
 def empty(database: Database) -> None:
     with database.engine.begin() as connection:
+        written = set(connection.execute(_WRITTEN).scalars())
         for table in schema.metadata.sorted_tables:
-            connection.execute(table.delete())
+            if table.name in written:
+                connection.execute(table.delete())
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Seconds between two looks: short beside what tests wait for, long beside one look at a local server.
-INTERVAL_S = 0.02
+#: Seconds between two looks, at least and at most: a part of what was waited already, so that what comes soon is seen
+#: soon and what comes late does not cost a processor that somebody else needs to make it come.
+INTERVALS_S = (0.005, 0.05)
+PART = 0.05
 #: Seconds after which a fact will not come any more. A limit of what is waited for, never of the machine's speed: it is
 #: long, since only failures take that long.
 PATIENCE_S = 30.0
@@ -21,13 +23,15 @@ def wait_until(
     Raises AssertionError with `what` (called then, if it is a function) and the last value after `timeout` seconds.
     The last look comes after the deadline, so that a slow machine cannot turn a fact into a failure.
     """
-    deadline = time.monotonic() + timeout
+    begun = time.monotonic()
     while True:
-        last_look = time.monotonic() >= deadline
+        waited = time.monotonic() - begun
+        last_look = waited >= timeout
         value = predicate()
         if value:
             return value
         if last_look:
             wanted = what() if callable(what) else what
             raise AssertionError(f"{wanted}: not within {timeout:g} s; last value: {value!r}")
-        time.sleep(INTERVAL_S)
+        shortest, longest = INTERVALS_S
+        time.sleep(min(max(waited * PART, shortest), longest))

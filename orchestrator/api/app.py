@@ -25,6 +25,7 @@ from orchestrator.api import (
     schedules,
     submit,
     workers,
+    workflows,
 )
 from orchestrator.api.backend import Backend
 from orchestrator.api.guard import Guard
@@ -44,6 +45,7 @@ NOUNS = (
     pools,
     policies,
     schedules,
+    workflows,
     control,
     cluster,
     audit,

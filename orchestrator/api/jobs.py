@@ -35,6 +35,7 @@ class PageQuery(BaseModel):
     agent: Name | None = None
     pool_id: Name | None = None
     type: Name | None = None
+    workflow_id: Name | None = None
     limit: int = Field(50, ge=1, le=500)
     cursor: str | None = Field(None, max_length=512)
 
@@ -49,7 +50,7 @@ class EventsQuery(BaseModel):
 @router.get("")
 async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
     """Newest first, without payloads; `next_cursor` is null at the end."""
-    wanted = Filter(query.status, query.agent, query.pool_id, query.type)
+    wanted = Filter(query.status, query.agent, query.pool_id, query.type, query.workflow_id)
     found, following = await api.read(lambda conn: job_reads.page(conn, wanted, query.limit, query.cursor))
     return Json({"jobs": found, "next_cursor": following})
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "queue": "queue",
     "dlq": "dlq",
     "schedules": "schedules",
+    "workflows": "workflows",
     "leases": "fleet",
     "pools": "pools",
     "nodes": "nodes",

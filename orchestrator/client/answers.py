@@ -3,8 +3,7 @@
 A newer server may send more than stands here; nothing is taken away or renamed.
 """
 
-from __future__ import annotations
-
+# Without `annotations` from the future: those would keep Python from seeing which keys are not required.
 from typing import Any, Literal, NotRequired, TypedDict
 
 JobStatus = Literal["pending", "claimed", "running", "done", "skipped", "failed", "cancelled", "dead_letter"]
@@ -103,7 +102,7 @@ class Event(TypedDict):
     worker_id: str | None
     actor: str | None
     details: dict[str, Any] | None
-    created_at: str
+    ts: str
 
 
 class Explanation(TypedDict):
@@ -194,8 +193,15 @@ class Purged(TypedDict):
     sample: NotRequired[list[str]]
 
 
+class Added(TypedDict):
+    """Which tasks are new."""
+
+    workflow_id: str
+    added: Any
+
+
 class Workflow(TypedDict):
-    """`progress` counts tasks: `completed` of `total`, and how they ended."""
+    """`progress` counts tasks: `completed` of `total`, and how they ended. A cancel answers id and status alone."""
 
     workflow_id: str
     status: WorkflowStatus

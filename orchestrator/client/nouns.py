@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.client.answers import (
+    Added,
     Cancelled,
     DeadLetter,
     Deleted,
@@ -100,8 +101,8 @@ class JobsOf(Polite[Door]):
 
         They go in batches, one after the other and so in order, or `threads` at a time (0: as many as suits the
         machine). A server that says "later" is asked again then, for up to `patience_s` seconds since a job got in.
-        Raises JobsRefused, whose `answers` say which got in. Jobs with ids of your own may be sent again after any
-        error: those that are stored already answer `created: false`.
+        Raises JobsRefused, whose `answers` say which got in, and ServerUnreachable. Jobs with ids of your own may be
+        sent again after any error: those that are stored already answer `created: false`.
         """
         submitting = Submitting(self._door, patience_s, on_wait)
         return Submitting.all.steps(submitting, jobs, threads=threads)
@@ -311,6 +312,7 @@ class WorkflowsOf(Polite[Door]):
 
     @operation
     def get(self, workflow_id: str) -> Operation[Workflow]:
+        """With its progress and its first tasks."""
         return self._read(workflow_path(workflow_id))
 
     @streaming
@@ -324,22 +326,25 @@ class WorkflowsOf(Polite[Door]):
         deadline, pause_s = _deadline(timeout_s), LOOK_S
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
-            workflow: Workflow = yield from self._read(workflow_path(workflow_id), left_s=left_s)
+            # One task is enough to look at it; there may be thousands.
+            workflow: Workflow = yield from self._read(workflow_path(workflow_id), {"limit": 1}, left_s=left_s)
             if workflow["status"] != "running":
-                return workflow
+                whole: Workflow = yield from self._read(workflow_path(workflow_id), left_s=left_s)
+                return whole
             if time.monotonic() >= deadline:
                 raise NotEnded([workflow_id], 1, timeout_s or 0.0)
             yield Pause(min(pause_s, deadline - time.monotonic()))
             pause_s = min(pause_s * 1.5, LOOK_MAX_S)
 
     @operation
-    def add_tasks(self, workflow_id: str, tasks: Sequence[Mapping[str, Any]]) -> Operation[Workflow]:
+    def add_tasks(self, workflow_id: str, tasks: Sequence[Mapping[str, Any]]) -> Operation[Added]:
         """More tasks while it runs; their names make it safe to repeat."""
         body = {"tasks": [dict(task) for task in tasks]}
         return self._post(workflow_path(workflow_id, "tasks"), body, repeatable=True)
 
     @operation
     def cancel(self, workflow_id: str) -> Operation[Workflow]:
+        """Tasks that wait end now, those that run are asked to stop."""
         return self._post(workflow_path(workflow_id, "cancel"), repeatable=True)
 
     @operation

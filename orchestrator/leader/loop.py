@@ -60,9 +60,13 @@ class LeaderLoop:
         self._hurried.add(duty)
         return self.term is not None
 
+    def stop(self) -> None:
+        """Begin no more duties; `close` waits for those that were begun."""
+        self._stop.set()
+
     def close(self) -> None:
         """Stop the duties, then resign."""
-        self._stop.set()
+        self.stop()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)

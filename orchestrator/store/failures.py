@@ -25,7 +25,7 @@ MOST_COUNTED = 10_000
 
 @dataclass(frozen=True)
 class Filter:
-    """Which failed jobs are meant; all of them unless something is named."""
+    """Which failed jobs are meant; all of them unless something is named. Tasks start over with their workflow."""
 
     statuses: tuple[Status, ...] = FAILED
     type: str | None = None
@@ -40,7 +40,7 @@ class Filter:
             (jobs.c.lane, self.pool_id),
             (jobs.c.error_kind, self.error_kind),
         )
-        return [column == value for column, value in named if value is not None]
+        return [jobs.c.workflow_id.is_(None), *(column == value for column, value in named if value is not None)]
 
 
 def count(conn: Connection, wanted: Filter, *more: ColumnElement[bool], most: int = MOST_COUNTED) -> int:

@@ -31,6 +31,7 @@ class Filter:
     agent: str | None = None
     pool_id: str | None = None
     type: str | None = None
+    workflow_id: str | None = None
 
 
 def get(conn: Connection, job_id: str) -> dict[str, Any]:
@@ -124,6 +125,7 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
             (jobs.c.agent, wanted.agent),
             (jobs.c.lane, wanted.pool_id),
             (jobs.c.type, wanted.type),
+            (jobs.c.workflow_id, wanted.workflow_id),
         )
         if value is not None
     ]

@@ -1,9 +1,14 @@
-"""A whole orchestrator behind real HTTP, on both databases; `api` is a client of it."""
+"""A whole orchestrator behind real HTTP; `api` is a client of it.
+
+What the databases do differently is tested with the store. So most tests here run on MariaDB; those with the mark
+`embedded_too` on SQLite as well: what is written there is any text, or written by many at once, or is the database.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +25,19 @@ from orchestrator.store.database import Database
 from tests.conftest import empty
 from tests.servers import Redis
 from tests.waiting import wait_until
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "database_url" in metafunc.fixturenames:
+        both = metafunc.definition.get_closest_marker("embedded_too") is not None
+        metafunc.parametrize("database_url", ["mariadb", "sqlite"] if both else ["mariadb"], indirect=True)
+
+
+@pytest.fixture
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'orchestrator.db'}"
+    return str(request.getfixturevalue("mariadb_url"))
 
 
 @dataclass
@@ -85,7 +103,7 @@ def run_api(settings: Callable[..., Settings], redis_server: Redis) -> Iterator[
 
 @pytest.fixture
 def api(db: Database, run_api: Callable[..., Running]) -> Running:
-    """An instance on empty tables; both databases in turn."""
+    """An instance on empty tables."""
     return run_api(database_url=str(db.settings.database_url))
 
 

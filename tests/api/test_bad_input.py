@@ -10,6 +10,8 @@ import pytest
 from orchestrator.api import body as body_module
 from tests.api.conftest import Running
 
+pytestmark = pytest.mark.embedded_too
+
 LIMIT = 10_000
 
 

@@ -163,6 +163,7 @@ def test_jobs_that_others_can_run_are_theirs(maria_api: Running) -> None:
     assert not any(job.wait_reason for job in rows(maria_api.db, schema.jobs))
 
 
+@pytest.mark.embedded_too
 def test_many_workers_at_once_get_every_job_once(api: Running) -> None:
     puppets = [register(api, slots=100) for _ in range(4)]
     wanted = api.post("/jobs/submit_batch", {"jobs": [{"type": "echo", "payload": {}} for _ in range(80)]}).json()

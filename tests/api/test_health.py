@@ -22,6 +22,8 @@ from tests.factories import Hand, gpu, hire
 from tests.servers import MariaDB, Redis
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.embedded_too
+
 PREFIX = "gpu_orchestrator_"
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.api.conftest import Running
 
+pytestmark = pytest.mark.embedded_too
+
 INVALID = (422, "invalid_input")
 NOT_FOUND = (404, "not_found")
 NO_JOB = (404, "job_not_found")

@@ -16,6 +16,8 @@ from tests.api.conftest import Running
 from tests.factories import Hand, done, failed, gpu, hire
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.embedded_too
+
 
 def finish(hand: Hand, job_id: str, result: str = '{"answer":42}') -> None:
     [claim] = hand.claim(job_id)

@@ -183,6 +183,7 @@ def test_bad_requests_lease_nothing(api: Running) -> None:
     assert leased_mb(api) == 0
 
 
+@pytest.mark.embedded_too
 def test_concurrent_requests_never_overcommit(api: Running) -> None:
     hire(api.db, gpu(0, 10_000))  # 9000 usable
     with ThreadPoolExecutor(16) as threads:

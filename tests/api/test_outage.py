@@ -106,6 +106,8 @@ PROGRAM = """
 from orchestrator.api.server import serve
 from orchestrator.config import load
 from orchestrator.telemetry import logs
+
+pytestmark = pytest.mark.embedded_too
 settings = load().settings
 logs.configure(settings)
 serve(settings, ready=lambda url: print(url, flush=True))

@@ -86,6 +86,7 @@ def test_a_pool_without_an_id_gets_one(api: Running) -> None:
     assert [pool["pool_id"] for pool in api.get("/workers/pool").json()["pools"]] == sorted(ids)
 
 
+@pytest.mark.embedded_too
 def test_fifty_who_ask_for_one_pool_at_once_make_one(api: Running) -> None:
     with ThreadPoolExecutor(50) as threads:
         codes = list(threads.map(lambda _: api.post("/workers/pool", {"pool_id": "gold"}).status_code, range(50)))
@@ -93,6 +94,7 @@ def test_fifty_who_ask_for_one_pool_at_once_make_one(api: Running) -> None:
     assert events(api).count("pool.created") == 1
 
 
+@pytest.mark.embedded_too
 def test_of_fifty_who_ask_for_different_pools_of_one_name_one_wins(api: Running) -> None:
     def ask(n: int) -> Any:
         return api.post("/workers/pool", {"pool_id": "gold", "desired_workers": n}).status_code

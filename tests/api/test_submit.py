@@ -15,6 +15,8 @@ from orchestrator.store.submit import Answer, submit_jobs
 from tests.api.conftest import Running
 from tests.factories import hire, history, row
 
+pytestmark = pytest.mark.embedded_too
+
 JOB = {"type": "echo", "payload": {"text": "x"}}
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 

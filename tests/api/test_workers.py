@@ -77,6 +77,7 @@ def test_the_id_of_a_worker_of_ours_is_taken_too(api: Running) -> None:
         hand.beat()
 
 
+@pytest.mark.embedded_too
 def test_one_of_many_that_register_the_same_id_at_once_gets_it(api: Running) -> None:
     def ask(_n: int) -> int:
         return api.post("/workers/register", {"worker_id": "mine", "slots": 1, "types": ["x"]}).status_code

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -20,18 +21,20 @@ from orchestrator.client import (
     NotEnded,
     Refused,
     ServerUnreachable,
+    answers,
     nouns,
     patience,
     submitting,
 )
 from orchestrator.client.operations import operation, streaming
 from orchestrator.errors import ConfigError, JobNotFound
+from orchestrator.jobs import ErrorKind
 from orchestrator.settings import Settings
-from orchestrator.store import schema
+from orchestrator.store import migrate, schema
 from tests.api.conftest import Running
 from tests.client.conftest import NODE, Orchestrator
 from tests.cluster import Cluster
-from tests.factories import Hand, done, hire, rows
+from tests.factories import Hand, done, failed, hire, rows
 from tests.proxy import Proxy
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -111,7 +114,8 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     yield make
     for client in opened:
         client.close()
-    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("submit-")])
+    ours = lambda: [one.name for one in threading.enumerate() if re.fullmatch(r"submit-\d+", one.name)]
+    wait_until(lambda: not ours(), what=lambda: f"threads end: {ours()}")
 
 
 @pytest.fixture
@@ -212,6 +216,40 @@ def test_an_address_that_is_none() -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ConfigError):
             kind("nonsense")
+
+
+def test_answers_have_what_their_types_say(connect: Callable[..., Any], api: Running, server: Orchestrator) -> None:
+    client = connect(server.url)
+    submitted = client.submit(JOB | {"max_attempts": 1})
+    job_id = submitted["job_id"]
+    explained = client.explain(job_id)
+    moved = client.set_priority(job_id, 1)
+    bury(api, hire(api.db), [job_id])
+    pool = client.pools.create("typed", desired_workers=0)
+    listed = next(one for one in client.pools.list() if one["pool_id"] == "typed")
+    with client._client.lease(min_memory_mb=1):
+        [held] = client.leases()
+    found: list[tuple[Any, Any]] = [
+        (answers.Submitted, submitted),
+        (answers.Explanation, explained),
+        (answers.Prioritized, moved),
+        (answers.Job, client.get(job_id)),
+        (answers.Job, next(client.as_completed([job_id]))),
+        (answers.Event, client.events(job_id)[0]),
+        (answers.Stats, client.stats()),
+        (answers.DeadLetter, next(client.dlq.list())),
+        (answers.Redriven, client.dlq.redrive(dry_run=True)),
+        (answers.Retried, client.retry(job_id)),
+        (answers.Cancelled, client.cancel(job_id)),
+        (answers.Purged, client.dlq.purge()),
+        (answers.Pool, pool),
+        (answers.Pool, listed),
+        (answers.PoolState, client.pools.evict("typed")),
+        (answers.Deleted, client.pools.delete("typed")),
+        (answers.Lease, held),
+    ]
+    missing = {kind.__name__: kind.__required_keys__ - answer.keys() for kind, answer in found}
+    assert {name: keys for name, keys in missing.items() if keys} == {}
 
 
 # --- many jobs ---
@@ -397,8 +435,9 @@ def test_a_server_that_does_not_come_back_is_an_error(proxied: tuple[Any, Proxy]
     before = time.monotonic()
     with pytest.raises(ServerUnreachable):
         client.wait(job_id, timeout_s=0.3)
-    with pytest.raises(ServerUnreachable):
+    with pytest.raises(JobsRefused, match="3 of 3 jobs were refused; the first with server_unreachable") as refused:
         client.submit_many(jobs(3), patience_s=0.3)
+    assert all(answer["job_id"] for answer in refused.value.answers), "they may be sent again by these"
     assert time.monotonic() - before < WAIT_S
 
 
@@ -413,7 +452,7 @@ def test_nobody_waits_for_a_server_that_never_answered(connect: Callable[..., An
 def restartable(settings: Settings, tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(settings.model_copy(update={"database_url": f"sqlite:///{tmp_path / 'cluster.db'}"}), tmp_path)
     try:
-        schema.metadata.create_all(cluster.db.engine)
+        migrate.upgrade(cluster.db)
         yield cluster
     finally:
         cluster.close()
@@ -477,9 +516,6 @@ def test_dead_letters_are_listed_started_over_and_forgotten(client: Any, api: Ru
 
 
 def bury(api: Running, hand: Hand, job_ids: list[str]) -> None:
-    from orchestrator.jobs import ErrorKind
-    from tests.factories import failed
-
     for claim in hand.claim(*job_ids):
         hand.record(ends=[failed(claim, ErrorKind.TRANSIENT)])
 
@@ -489,7 +525,7 @@ def test_a_lease_through_the_client(client: Any, server: Orchestrator) -> None:
     with lease as held:
         assert held.gpu_uuids == ("GPU-0",)
         assert [(one["agent_name"], one["memory_mb"]) for one in client.leases()] == [("alice", 1000)]
-    assert client.leases() == []
+    assert server.leases() == []
 
 
 # --- in an event loop ---
@@ -561,9 +597,9 @@ def test_a_lease_of_a_task(server: Orchestrator) -> None:
         async with client.lease(min_memory_mb=1, ttl_seconds=30) as held:
             assert held.node_id == NODE
             assert len(await client.leases()) == 1
-        assert await client.leases() == []
 
     in_loop(scenario, server.url)
+    assert server.leases() == []
 
 
 def test_a_task_hears_that_its_lease_is_lost(server: Orchestrator) -> None:

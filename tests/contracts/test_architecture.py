@@ -90,8 +90,10 @@ ABOVE = {
             "rates",
             "schedules",
             "settings",
+            "spawning",
             "tally",
             "triggers",
+            "workflows",
         )
     },
 }

@@ -27,7 +27,7 @@ workflows: create show list cancel retry-failed
 keys: create list revoke
 """
 #: Groups that this version may not have yet; once they are there, they are whole.
-LATER = {"workflows", "keys"}
+LATER = {"keys"}
 #: Programs that run on, and those whose output is not about data.
 WITHOUT_JSON = {("dev",), ("serve",), ("worker",), ("run",), ("completion",)}
 #: Words that a command needs besides those that its parameters tell.
@@ -43,6 +43,8 @@ WORDS = {
     ("policy", "history"): ["agent", "x"],
     ("policy", "rollback"): ["agent", "x", "--version", "1"],
     ("policy", "delete"): ["agent", "x"],
+    ("workflows", "create"): ["-"],
+    ("workflows", "add"): ["x", "-"],
     ("duty",): ["publish", "--once"],
     ("run",): ["--min-memory-mb", "1", "true"],
     ("dlq", "redrive"): ["--yes"],

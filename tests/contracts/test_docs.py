@@ -55,6 +55,9 @@ READ_ONLY = (
     "schedules show",
     "top",
     "workers list",
+    "workflows events",
+    "workflows list",
+    "workflows show",
 )
 
 

@@ -19,7 +19,7 @@ def servers(request):
 def database_url(servers, request, tmp_path: Path):
     if servers[0] == "sqlite":
         return f"sqlite:///{tmp_path / 'orchestrator.db'}"
-    return request.getfixturevalue("mariadb").create_database("orchestrator_tests")
+    return request.getfixturevalue("mariadb_url")
 
 
 @pytest.fixture

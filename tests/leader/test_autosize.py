@@ -22,7 +22,12 @@ from tests.factories import STALE_S, gpu, hire, rows, submit
 def context(db, settings, redis_server):
     redis_server.flush()
     given = settings(
-        database_url=db.settings.database_url, redis_url=redis_server.url, gpu_stale_s=STALE_S, resident_min_s=0.0
+        database_url=db.settings.database_url,
+        redis_url=redis_server.url,
+        gpu_stale_s=STALE_S,
+        leader_ttl_s=60.0,  # the term of a test lasts longer than the test, however slow the machine
+        resident_min_s=0.0,
+        worker_timeout_s=30.0,
     )
     hub = Hub(given)
     yield duties.DutyContext(borrow(db, given, "test"), hub, Publisher(db, hub, given), given)

@@ -335,3 +335,20 @@ def test_a_whole_orchestrator_survives_a_restart_of_redis(db, db_url, settings, 
             wait_until(lambda: left(raw) == (0, 0), what="both are acknowledged")
     finally:
         orchestrator.close()
+
+
+def test_an_orchestrator_that_stops_does_not_wait_for_one_listener_after_the_other(
+    db_url, redis_url, settings, monkeypatch
+):
+    orchestrator = Orchestrator(settings(database_url=db_url, redis_url=redis_url))
+    told = []
+    wait_for_events = orchestrator._ingest.close
+
+    def close():
+        told.append(orchestrator.leader._stop.is_set())
+        wait_for_events()
+
+    monkeypatch.setattr(orchestrator._ingest, "close", close)
+    orchestrator.start()
+    orchestrator.close()
+    assert told == [True]

@@ -96,6 +96,8 @@ def context(db, api, settings, tmp_path, redis_server):
         redis_url=redis_server.url,
         kubernetes_url=api.url,
         kubernetes_token_file=token,
+        leader_ttl_s=60.0,  # the term of a test lasts longer than the test, however slow the machine
+        worker_timeout_s=30.0,
     )
     hub = Hub(given)
     yield duties.DutyContext(borrow(db, given, "test"), hub, Publisher(db, hub, given), given)

@@ -726,3 +726,18 @@ def test_whoever_leaves_a_stream_early_leaves_nothing_running():
     assert next(results) == (0, 0)
     results.close()
     assert all(stopped) and len(stopped) <= 2
+
+
+def test_nothing_begins_once_it_is_cancelled():
+    token = Cancellation()
+    flow: bounded.Flow[int, int] = bounded.Flow(8, token=token)
+    for item in range(3):
+        flow.admit(flow.call(item))
+    first = flow.begin()
+    assert first is not None
+    token.cancel()
+    assert (flow.begin(), flow.waiting, flow.running, flow.takes_more) == (None, 0, 1, False)
+    flow.succeed(first, 0)
+    assert not flow.over, "its result is not handed out yet"
+    assert flow.hand_out() == (first, 0)
+    assert flow.over

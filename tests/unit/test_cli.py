@@ -494,6 +494,63 @@ def test_a_schedule_is_set_shown_fired_and_deleted(server, capsys):
     }
 
 
+# --- workflows ---
+
+PROGRESS = {"completed": 1, "total": 2, "done": 1, "failed": 0, "cancelled": 0}
+FLOW = {"workflow_id": "w", "name": "two", "status": "running", "progress": PROGRESS, "reason": None}
+TASK = {"name": "b", "job_id": "w.b", "type": "echo", "status": "pending", "depends_on": ["a"], "attempts": 0}
+
+
+def test_a_workflow_is_created_shown_stopped_and_started_over(server, capsys, tmp_path):
+    with_tasks = FLOW | {"tasks": [TASK], "next_cursor": "more"}
+    server.answers = [
+        (202, with_tasks | {"created": True}),
+        (200, with_tasks | {"created": False}),
+        (202, {"workflow_id": "w", "added": ["c"]}),
+        (200, {"workflows": [FLOW], "next_cursor": None}),
+        (200, with_tasks),
+        (200, {"events": [{"ts": "2030Z", "event_type": "workflow.created"}]}),
+        (200, {"workflow_id": "w", "status": "cancelled"}),
+        (200, with_tasks),
+        (200, with_tasks | {"restarted": 2}),
+        (404, {"code": "workflow_not_found", "detail": "no workflow"}),
+    ]
+    file = tmp_path / "flow.json"
+    file.write_text('{"tasks": []}')
+    actions = (["create"], ["create"], ["add", "w"])
+    for action in actions:
+        assert run(["workflows", *action, str(file), "--url", server.url]) == 0
+    for action in (["list", "--status", "running"], ["show", "w"], ["events", "w"], ["cancel", "w"]):
+        assert run(["workflows", *action, "--url", server.url]) == 0
+    for action in (["retry-failed", "w", "--json"], ["rerun", "w", "b"]):
+        assert run(["workflows", *action, "--url", server.url]) == 0
+    assert run(["workflows", "show", "x", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert "w  running\nw  running (was created before)\nw  added c\n" in shown.out
+    assert "1 of 2 (1 done)" in shown.out and "w.b" in shown.out and "w  cancelled\n" in shown.out
+    assert "more: --cursor more" in shown.err
+    assert [(method, path.partition("?")[0]) for method, path, _ in server.asked] == [
+        ("POST", "/workflows"),
+        ("POST", "/workflows"),
+        ("POST", "/workflows/w/tasks"),
+        ("GET", "/workflows"),
+        ("GET", "/workflows/w"),
+        ("GET", "/workflows/w/events"),
+        ("POST", "/workflows/w/cancel"),
+        ("POST", "/workflows/w/retry_failed"),
+        ("POST", "/workflows/w/rerun"),
+        ("GET", "/workflows/x"),
+    ]
+    assert server.asked[8][2] == {"task": "b"}
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]"])
+def test_a_file_that_is_no_workflow_is_wrong_usage(tmp_path, capsys, text):
+    (tmp_path / "flow.json").write_text(text)
+    assert run(["workflows", "create", "flow.json", "--url", "http://127.0.0.1:1"]) == 2
+    assert "JSON" in capsys.readouterr().err
+
+
 # --- dead letters ---
 
 LETTER = {"job_id": "j", "type": "echo", "reason": "timeout", "last_error": "\x1b[31mred"}

@@ -17,7 +17,7 @@ PAIRS = [("mariadb", "redis"), ("sqlite", "valkey")]
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'orchestrator.db'}"
-    return str(request.getfixturevalue("mariadb").create_database("orchestrator_tests"))
+    return str(request.getfixturevalue("mariadb_url"))
 
 
 @pytest.fixture
