@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import select
 
@@ -93,7 +95,7 @@ class Import:
         while True:
             page = select(schema.jobs.c.job_id, schema.jobs.c.payload).where(schema.jobs.c.job_id > last)
             query = page.order_by(schema.jobs.c.job_id).limit(PAGE)
-            rows = self._cluster.db.read(lambda conn, query=query: conn.execute(query).all())
+            rows = self._cluster.db.read(partial(_fetched, query=query))
             yield from (json.loads(row.payload)["n"] for row in rows)
             if len(rows) < PAGE:
                 return
@@ -137,6 +139,10 @@ class Ran:
     def memory_mb(self, looks: tuple[float, ...]) -> list[float]:
         """When it had read so much."""
         return [next((mb for at, mb in self._seen if at >= look), self._seen[-2][1]) for look in looks]
+
+
+def _fetched(conn: Any, query: Any) -> list[Any]:
+    return list(conn.execute(query).all())
 
 
 def _rss_mb(pid: int) -> float:

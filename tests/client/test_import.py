@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from orchestrator.cancellation import Cancellation
 from orchestrator.cli import run
-from orchestrator.client import importing, patience
+from orchestrator.client import importing, patience, submitting
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
 from orchestrator.client.steps import Request
@@ -264,7 +264,7 @@ def test_whoever_stops_it_waits_for_no_more_lines(started, url):
         first = next(settled)
         stop.cancel()
         rest = list(settled)
-    assert first.created == importing.BATCH and len(rest) <= 2 * importing.IN_FLIGHT + 1
+    assert first.created == submitting.BATCH and len(rest) <= 2 * importing.IN_FLIGHT + 1
     assert len(stored(started)) == first.created + sum(one.created for one in rest)
 
 
