@@ -49,7 +49,7 @@ class Part:
         self._number = number
         self._output = stack.enter_context(tempfile.TemporaryFile()) if number else None  # noqa: SIM115 - the stack closes it
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.__main__"]
-        options = ["--part", str(number), "--claims", claims, "-o", "console_output_style=classic"]
+        options = [f"--part={number}", f"--claims={claims}", "-o", "console_output_style=classic"]
         self._process = subprocess.Popen([*command, *options], stdout=self._output, stderr=self._output)
         stack.callback(self._process.kill)
 
@@ -72,12 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--claims", type=Path, help="folder in which the parts say which files they took")
 
 
-def pytest_collection(session: pytest.Session) -> bool:
-    return True  # a file is collected when it is taken
-
-
 def pytest_runtestloop(session: pytest.Session) -> bool:
-    """As pytest's own, but the last test of a file knows the first of the next: what the session shares stays."""
+    """As pytest's own, of the tests that this part takes. Every part has collected all of them."""
+    if session.testsfailed:
+        raise session.Interrupted(f"{session.testsfailed} errors during collection")
     items = taken(session)
     item = next(items, None)
     while item is not None:
@@ -94,25 +92,19 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
 def taken(session: pytest.Session) -> Iterator[pytest.Item]:
     """The tests of all files that this part could take."""
     part, claims = session.config.option.part, session.config.option.claims
-    numbered = list(enumerate(files()))
-    collected = 0
+    found: dict[Path, list[pytest.Item]] = {}
+    for item in session.items:
+        found.setdefault(item.path, []).append(item)
+    numbered = list(enumerate(sorted(found, key=place)))
     for number, path in reversed(numbered) if part % 2 else numbered:
         if claim(claims / str(number)):
-            items = session.perform_collect([str(path)])
-            collected += len(items)
-            yield from items
-    session.testscollected = collected
+            yield from found[path]
 
 
-def files() -> list[Path]:
-    """All files of tests in the order of FOLDERS, long ones first."""
-
-    def place(path: Path) -> tuple[int, int, Path]:
-        folder = path.relative_to(ROOT).parts[0]
-        known = FOLDERS.index(folder) if folder in FOLDERS else -1
-        return known, -path.stat().st_size, path
-
-    return sorted(ROOT.rglob("test_*.py"), key=place)
+def place(path: Path) -> tuple[int, int, Path]:
+    """By folder in the order of FOLDERS, then long files first."""
+    folder = path.relative_to(ROOT).parts[0]
+    return FOLDERS.index(folder) if folder in FOLDERS else -1, -path.stat().st_size, path
 
 
 def claim(path: Path) -> bool:

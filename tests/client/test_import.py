@@ -1,5 +1,6 @@
 """`gpuorch jobs import` against a real server: everything once, whatever happens on the way."""
 
+import itertools
 import json
 import os
 import signal
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from orchestrator.cancellation import Cancellation
 from orchestrator.cli import run
-from orchestrator.client import importing, patience
+from orchestrator.client import importing, patience, submitting
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
 from orchestrator.client.steps import Request
@@ -241,7 +243,8 @@ def test_ctrl_c_lets_what_is_on_its_way_settle_and_says_how_to_go_on(started, ur
         # It waits for more lines, which do not come.
         wait_until(lambda: len(stored(started)) >= 1500, what="what it read is stored")
         process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=30)
+        process.wait(30)  # while its input is open
+        out, errors = process.communicate()
     assert process.returncode == 130, errors
     totals = json.loads(out)
     assert totals["through"] <= len(stored(started)) and totals["through"] >= 1500 and not totals["complete"]
@@ -249,6 +252,20 @@ def test_ctrl_c_lets_what_is_on_its_way_settle_and_says_how_to_go_on(started, ur
     again = piped(lines)
     assert again.returncode == 0, again.stderr
     assert sorted(stored(started).values()) == list(range(2000))
+
+
+def test_whoever_stops_it_waits_for_no_more_lines(started, url):
+    stop, endless = (
+        Cancellation(),
+        (importing.Line(n, b'{"type": "echo", "payload": {}}', n) for n in itertools.count(1)),
+    )
+    with Api(url) as api:
+        settled = importing.Importing(api, 10.0, stop).settled(endless, "endless")
+        first = next(settled)
+        stop.cancel()
+        rest = list(settled)
+    assert first.created == submitting.BATCH and len(rest) <= 2 * importing.IN_FLIGHT + 1
+    assert len(stored(started)) == first.created + sum(one.created for one in rest)
 
 
 @pytest.mark.parametrize(

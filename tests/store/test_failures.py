@@ -105,3 +105,13 @@ def test_what_is_left_of_a_lane(db):
     assert db.read(lambda conn: job_reads.left(conn, "default")) == Left(5, 1, 4, 2)
     assert db.read(lambda conn: job_reads.left(conn, "default", most=2)).total == 7
     assert db.read(lambda conn: job_reads.left(conn, "nowhere")).total == 0
+
+
+def test_tasks_of_a_workflow_are_neither_counted_nor_in_the_way(db):
+    """They start over with their workflow; the oldest of all, they would fill every choice."""
+    ended(db, "task", "failed", 3, workflow_id="w")
+    ended(db, "failed", "failed", 1)
+    assert db.read(lambda conn: failures.count(conn, Filter())) == 1
+    assert start_over(db, limit=1).job_ids == ["failed-0"]
+    # Also when they are named.
+    assert db.write(lambda conn: failures.redrive(conn, ["task-0"], 3, lambda _n: 0.0, None)).job_ids == []

@@ -220,7 +220,7 @@ def test_the_second_of_two_open_transactions_waits_for_the_first_and_sees_its_en
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(settle, hands, claims))
-    assert standing(db) == {"a": "done", "b": "done", "c": "ready"}
+    assert standing(db) == {"a": "done", "b": "done", "c": "ready"} and flow(db)["progress"]["done"] == 2
 
 
 def test_tasks_of_the_oldest_workflow_go_first_however_late_they_are_let_go(db):
@@ -338,6 +338,18 @@ def test_a_task_that_runs_when_another_fails_goes_on_and_lets_nobody_go(db):
     hand.finish(b)
     assert standing(db) == {"a": "failed", "b": "done", "c": "cancelled"}
     assert flow(db)["progress"] == {"completed": 3, "total": 3, "done": 1, "failed": 1, "cancelled": 1}
+
+
+def test_a_workflow_that_failed_lets_nobody_go_also_of_those_that_are_not_cancelled_yet(db, monkeypatch):
+    create(db, task("a"), task("b"), task("c", "b"))
+    hand = hire(db)
+    a, b = hand.claim("w.a", "w.b")
+    monkeypatch.setattr(flows, "BATCH", 1)
+    hand.fail(a, ErrorKind.PERMANENT)
+    hand.finish(b)
+    assert standing(db) == {"a": "failed", "b": "done", "c": "blocked"}
+    sweep(db)
+    assert standing(db)["c"] == "cancelled" and flow(db)["progress"]["completed"] == 3
 
 
 def test_without_an_optional_task_the_others_go_on(db):
