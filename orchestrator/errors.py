@@ -14,7 +14,8 @@ OrchestratorError
 │   ├── NodeNotFound       node_not_found
 │   ├── PolicyNotFound     policy_not_found
 │   ├── ScheduleNotFound   schedule_not_found
-│   └── WorkerNotFound     worker_not_found
+│   ├── WorkerNotFound     worker_not_found
+│   └── WorkflowNotFound   workflow_not_found
 ├── JobConflict            job_conflict          same job_id, other content
 ├── JobEnded               job_ended             too late to cancel it
 ├── JobNotWaiting          job_not_waiting       too late to move it in its lane: it is owned or over
@@ -22,6 +23,10 @@ OrchestratorError
 ├── NotOwner               not_owner             the attempt does not own the job; stop it, nothing was written
 ├── NotRedrivable          not_redrivable        only a job that ended badly can be started over
 ├── RedriveLimit           redrive_limit         it was started over as often as allowed
+├── TaskOfWorkflow         task_of_workflow      a task starts over with its workflow, not by itself
+├── WorkflowConflict       workflow_conflict     same workflow_id, other content
+├── WorkflowEnded          workflow_ended        it runs no more: no task can be added, nothing is left to cancel
+├── WorkflowBusy           workflow_busy         its tasks are being stopped or run; try again when they have ended
 ├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
 ├── PoolExists             pool_exists           same pool_id, other content
 ├── PoolClosed             pool_closed           the pool is draining, stopped or evicted
@@ -33,6 +38,7 @@ OrchestratorError
 │   ├── QueueFull          queue_full            as many jobs wait in this lane as may
 │   └── AgentLimit         agent_limit           this agent has as much in flight as it may
 ├── Paused                 paused                an operator paused what this job belongs to
+├── Aborted                aborted               whoever asked cancelled it; what had begun was let end
 ├── StaleEpoch             stale_epoch           another leader took over; this write had no effect
 ├── WorkerExists           worker_exists         a worker with this id is alive, or something of it is left
 ├── WorkerLost             worker_lost           the leader gave this worker's jobs away
@@ -40,7 +46,8 @@ OrchestratorError
     ├── DatabaseUnavailable  database_unavailable
     ├── RedisUnavailable     redis_unavailable
     ├── GpuUnavailable       gpu_unavailable       a GPU or its driver cannot be asked; nothing may start there
-    └── KubernetesUnavailable  kubernetes_unavailable
+    ├── KubernetesUnavailable  kubernetes_unavailable
+    └── NoThreads            no_threads            the machine lets this process start no thread
 
 `code` is part of the HTTP contract: it never changes meaning.
 """
@@ -152,6 +159,44 @@ class RedriveLimit(OrchestratorError):
 
     def __init__(self, job_id: str, limit: int) -> None:
         super().__init__(f"job {job_id!r} was started over {limit} times; mend its cause and submit it under a new id")
+
+
+class TaskOfWorkflow(OrchestratorError):
+    code = "task_of_workflow"
+
+    def __init__(self, job_id: str, workflow_id: str) -> None:
+        super().__init__(
+            f"job {job_id!r} is a task of workflow {workflow_id!r}; start it over there:"
+            f" POST /workflows/{workflow_id}/retry_failed, or /rerun"
+        )
+
+
+class WorkflowNotFound(NotFound):
+    code = "workflow_not_found"
+
+    def __init__(self, workflow_id: str) -> None:
+        super().__init__(f"no workflow {workflow_id!r}; `gpuorch workflows list` shows those there are")
+
+
+class WorkflowConflict(OrchestratorError):
+    code = "workflow_conflict"
+
+    def __init__(self, workflow_id: str) -> None:
+        super().__init__(f"workflow {workflow_id!r} exists with other content; use a new workflow_id")
+
+
+class WorkflowEnded(OrchestratorError):
+    code = "workflow_ended"
+
+    def __init__(self, workflow_id: str, status: str) -> None:
+        super().__init__(f"workflow {workflow_id!r} is {status}; nothing was changed")
+
+
+class WorkflowBusy(OrchestratorError):
+    code = "workflow_busy"
+
+    def __init__(self, workflow_id: str, why: str) -> None:
+        super().__init__(f"workflow {workflow_id!r}: {why}; nothing was changed, try again when that is over")
 
 
 class LeaseEnded(OrchestratorError):
@@ -272,6 +317,16 @@ class Paused(OrchestratorError):
         self.retry_after_s = retry_after_s
 
 
+class Aborted(OrchestratorError):
+    code = "aborted"
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(
+            f"cancelled{f': {reason}' if reason else ''}; what had begun was let end, nothing was begun since"
+        )
+        self.reason = reason
+
+
 class StaleEpoch(OrchestratorError):
     code = "stale_epoch"
 
@@ -331,3 +386,10 @@ class KubernetesUnavailable(Unavailable):
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
         self.answered = answered
+
+
+class NoThreads(Unavailable):
+    code = "no_threads"
+
+    def __init__(self, name: str, cause: object) -> None:
+        super().__init__(f"no thread for {name!r} ({cause}); raise the limit of processes and threads, or run fewer")

@@ -31,6 +31,7 @@ class Why(StrEnum):
     POOL_CLOSED = "pool_closed"
     PAUSED = "paused"
     CAP_FULL = "cap_full"
+    TASKS = "tasks"
     BLOCKED = "blocked"
     NOT_BEFORE = "not_before"
     RETRY_PAUSE = "retry_pause"
@@ -76,6 +77,8 @@ class Facts:
     caps: Sequence[Cap] = ()
     #: What the leader saw last at the gate it waits at; None: it waits at none.
     gate: str | None = None
+    #: Of a task, the first of those it waits for, and where they stand.
+    tasks: Sequence[tuple[str, str]] = ()
     teams: Sequence[Team] = ()
     #: What it asks of the GPUs of those workers, and what placement says to that now; None: it needs no GPU memory.
     ask: Ask | None = None
@@ -155,6 +158,10 @@ def _blocked(facts: Facts) -> Found:
     cap = next((cap for cap in facts.caps if WAITS_FOR_CAP + cap.key == on), None)
     if cap is not None:
         return Why.CAP_FULL, f"{cap.in_use} of {cap.most} jobs with key {cap.key} run; it waits for one of them to end"
+    if facts.tasks:
+        named = ", ".join(f"{name} ({status})" for name, status in facts.tasks)
+        more = (facts.job["waits_for"] or 0) - len(facts.tasks)
+        return Why.TASKS, f"it waits for tasks: {named}" + (f" and {more} more" if more > 0 else "")
     told = facts.job["wait_reason"] or f"it waits for {on}"
     return Why.BLOCKED, f"{told}; by now: {facts.gate}" if facts.gate else told
 
@@ -248,6 +255,7 @@ def as_document(facts: Facts, answer: Explanation, now: datetime) -> dict[str, A
             "not_before": job["not_before"],
             "blocked_on": job["blocked_on"],
             "gate": facts.gate,
+            "tasks": [{"task": name, "status": status} for name, status in facts.tasks],
             "wait_reason": job["wait_reason"],
             "paused": dict(facts.pauses),
             "caps": [{"key": cap.key, "in_use": cap.in_use, "max": cap.most} for cap in facts.caps],

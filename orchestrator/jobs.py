@@ -5,6 +5,7 @@
      │  │ └────── retry, hand_back ──────────┘                   │         │            │
      │  └─────── cancel ▶ cancelled, expire ▶ failed             │         │            │
      └─────────────────────── redrive (an operator) ─────────────┴─────────┴────────────┘
+     ▲                        a task of a workflow may also be run again, from every end
 
 Nothing here touches a server. `store.moves.move` takes every arrow from this table, so this page is the only place
 that knows which state may follow which. A waiting job may also be deferred: it stays pending, until later.
@@ -95,8 +96,10 @@ CANCEL = Arrow("job.cancelled", frozenset({Status.PENDING}), Status.CANCELLED)
 EXPIRE = Arrow("job.expired", frozenset({Status.PENDING}), Status.FAILED)
 #: The only way out of an ending; an operator takes it, and only so many times.
 REDRIVE = Arrow("job.redriven", frozenset({Status.FAILED, Status.CANCELLED, Status.DEAD_LETTER}), Status.PENDING)
+#: The same for a task that ended well: somebody wants it, and all that follows it, run again.
+RERUN = Arrow("job.rerun", frozenset({Status.DONE, Status.SKIPPED}), Status.PENDING)
 
-ARROWS = (CLAIM, START, FINISH, SKIP, FAIL, BURY, RETRY, HAND_BACK, STOP, DEFER, CANCEL, EXPIRE, REDRIVE)
+ARROWS = (CLAIM, START, FINISH, SKIP, FAIL, BURY, RETRY, HAND_BACK, STOP, DEFER, CANCEL, EXPIRE, REDRIVE, RERUN)
 
 
 class ErrorKind(StrEnum):
@@ -208,7 +211,8 @@ def _iso_text(value: object) -> object:
     return value
 
 
-def _utc(value: datetime | None, field: str) -> datetime | None:
+def as_utc(value: datetime | None, field: str) -> datetime | None:
+    """As the store keeps it. Raises InvalidInput."""
     try:
         return value.astimezone(UTC).replace(tzinfo=None) if value else None
     except OverflowError:
@@ -257,6 +261,8 @@ class JobSpec(BaseModel):
     cpu_fallback: bool = False
     cost_units: Annotated[float, Field(ge=0, le=100)] | None = None
     constraints: Constraints = None
+    #: The workflow that runs, of which it becomes a task.
+    workflow_id: Name | None = None
     expected_duration_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     earliest_start_at: Moment | None = None
     deadline_at: Moment | None = None
@@ -327,8 +333,8 @@ class NewJob:
         payload = canonical_json(spec.payload, "payload", max_depth)
         if len(payload.encode()) > max_bytes:
             raise PayloadTooLarge(f"payload is larger than {max_bytes} bytes; pass a reference to the data", "payload")
-        later = _utc(spec.earliest_start_at, "earliest_start_at")
-        deadline = _utc(spec.deadline_at, "deadline_at")
+        later = as_utc(spec.earliest_start_at, "earliest_start_at")
+        deadline = as_utc(spec.deadline_at, "deadline_at")
         if later and deadline and deadline <= later:
             raise InvalidInput("deadline_at: not after earliest_start_at; the job could never run", "deadline_at")
         # The same moment in another zone is the same content; an option left out is its default.

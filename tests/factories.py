@@ -172,9 +172,8 @@ def hire(
 
 def done(claim: Claim, result: str = "{}") -> End:
     key = claim.lease.key if claim.lease else None
-    return End(
-        claim.job_id, claim.attempt, Outcome.DONE, run_seconds=0.5, result=result, lease_key=key, caps=claim.caps
-    )
+    of_claim: Any = {"lease_key": key, "caps": claim.caps, "workflow_id": claim.workflow_id}
+    return End(claim.job_id, claim.attempt, Outcome.DONE, run_seconds=0.5, result=result, **of_claim)
 
 
 def failed(claim: Claim, kind: ErrorKind = ErrorKind.TRANSIENT, **fields: Any) -> End:

@@ -7,7 +7,8 @@
     ├─ slots       hear answers, enforce time limits, respawn ◀── progress, end
     ├─ ledger      claims + leases, starts, ends → one transaction
     ├─ custody     look at the GPU before a leased job and after it: warm model, nothing, or processes to wait for
-    ├─ ownership   answer handlers that ask whether their job is still their own
+    ├─ questions   answer handlers: is the job still their own, results of what it needed; keep the tasks they add
+    ├─ spawner     make jobs of those once their attempt succeeded
     └─ lifeline    until when jobs may begin and leased ones may run, in memory that every slot reads
     once, for all of them:
     ├─ nursery     a process that forks the slots

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot
-from orchestrator.store import audit, leases
+from orchestrator.store import audit, followers, leases
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
@@ -72,7 +72,7 @@ Answers = dict[str, Claim | NotClaimed]
 class _Written(NamedTuple):
     settled: list[Settled]
     answers: list[Answers | Exception]
-    #: Lanes in which somebody was let go, since a cap has room.
+    #: Lanes in which somebody was let go, since a cap has room or a task ended.
     freed: set[str]
 
 
@@ -182,7 +182,7 @@ class Ledger:
         return written
 
     def _turn(self, conn: Connection, turn: _Turn, *, checked: bool) -> _Written:
-        with audit.together(conn):
+        with audit.together(conn), followers.together(conn) as following:
             seats = Seats(conn, self._policies.book(conn))
             offered = [job_id for offer in turn.offers for job_id in offer.job_ids]
             seats.expect(offered, held=[key for end in turn.ends for key in end.caps], model_id=self._by.model_id)
@@ -208,7 +208,7 @@ class Ledger:
                 for offer in turn.offers
             ]
             seats.close()
-        return _Written(settled, answers, seats.freed)
+        return _Written(settled, answers, seats.freed | following.freed)
 
     def _write_failure(self, turn: _Turn) -> list[Settled]:
         """Even that it failed cannot be written: give up this worker's life, so that the leader frees the job."""

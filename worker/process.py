@@ -106,9 +106,9 @@ class SlotProcess:
             log.exception("not sent", extra={"job_id": batch[0].job_id})
             self.kill()
 
-    def send(self, head: dict[str, Any]) -> None:
+    def send(self, head: dict[str, Any], body: str = "") -> None:
         try:
-            self.pipe.send(head)
+            self.pipe.send(head, body)
         except OSError:
             return  # its end is noticed by whoever watches it
 

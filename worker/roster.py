@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection
+from typing import Any
 
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
@@ -182,12 +183,12 @@ class Roster:
                 if slot.runs(job_id, attempt):
                     slot.cancel(job_id, self._cancel_step_s)
 
-    def answer(self, claim: Claim, question: int, owns: bool) -> None:
-        """Tell the slot that runs this job whether the job is still its own."""
+    def answer(self, claim: Claim, head: dict[str, Any], body: str = "") -> None:
+        """Tell the slot that runs this job what it asked for. It may be frozen: nobody else waits for it."""
         with self._changed:
-            for slot in self._slots:
-                if slot.runs(claim.job_id, claim.attempt):
-                    slot.send({"owns": owns, "question": question})
+            found = [slot for slot in self._slots if slot.runs(claim.job_id, claim.attempt)]
+        for slot in found:
+            slot.send(head, body)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing runs; False when something still does after `timeout_s`."""

@@ -123,7 +123,8 @@ def _bearer_last(ends: list[End]) -> list[End]:
 
 def _end(claim: Claim, outcome: Outcome, **said: Any) -> End:
     left = Left(Remains.SHARED) if claim.shares else Left()
-    return End(claim.job_id, claim.attempt, outcome, lease_key=claim.lease_key, left=left, caps=claim.caps, **said)
+    of_claim: Any = {"lease_key": claim.lease_key, "caps": claim.caps, "workflow_id": claim.workflow_id}
+    return End(claim.job_id, claim.attempt, outcome, left=left, **of_claim, **said)
 
 
 def _said(claim: Claim, ending: Mapping[str, Any], result: str) -> End:
@@ -136,6 +137,7 @@ def _said(claim: Claim, ending: Mapping[str, Any], result: str) -> End:
         error_kind=ErrorKind(kind) if kind else None,
         error=ending.get("error"),
         retry_after_s=_bounded(ending.get("retry_after_s")),
+        spawned=int(ending.get("spawned", 0)),
     )
 
 

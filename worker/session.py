@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from orchestrator import __version__, tally
 from orchestrator.errors import Overloaded, Unavailable
@@ -22,7 +23,7 @@ from orchestrator.gpu import Gpu, Health
 from orchestrator.identity import instance_id
 from orchestrator.jobs import BURY, FAIL, FINISH, HAND_BACK, RETRY, SKIP, RetryPolicy
 from orchestrator.leases import ResidentSlot, Terms
-from orchestrator.store import nodes, ownership
+from orchestrator.store import nodes
 from orchestrator.store.claim import NO_BLANK_SLOT, Claim, NotClaimed
 from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
@@ -39,8 +40,10 @@ from worker.lifeline import Lifeline
 from worker.node import Node
 from worker.post import Post
 from worker.preload import Preloader
+from worker.questions import Questions
 from worker.run import Batch
 from worker.slots import SlotEvents, SlotPool
+from worker.spawner import Spawner
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +77,9 @@ class Session:
         #: Its part in the node's heartbeats, once it is registered.
         self._pulse: Pulse | None = None
         # Apart from the slots' thread, which must never wait for the database.
-        self._questions = ThreadPoolExecutor(1, thread_name_prefix="ownership")
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="questions")
+        self._questions = Questions(node.db, settings, self.worker_id, self._lane.name)
+        self._spawner = Spawner(node.db, settings, node.policies, self._publisher.nudge)
         self.over = threading.Event()
         self.lost = False
         self._slots = self._new_slots()
@@ -267,10 +272,11 @@ class Session:
         if self._preloader is not None:
             self._preloader.close()
         self._slots.close()
-        self._questions.shutdown(wait=False, cancel_futures=True)
+        self._asking.shutdown(wait=False, cancel_futures=True)
         self._intake.join()
         self._custody.close(self._settings.db_timeout_s)
         self._ledger.close(self._settings.db_timeout_s)
+        self._spawner.close()
         if self._pulse is not None:
             self._node.keepalive.leave(self._pulse)
         self._lifeline.close()  # last: a heartbeat writes to it
@@ -350,17 +356,11 @@ class Session:
             text = str(note).encode(errors="replace").decode()
             self._progress[claim.job_id] = (claim.attempt, min(max(float(fraction), 0.0), 1.0), text)
 
-    def _asked(self, claim: Claim, question: int) -> None:
-        self._questions.submit(self._answer, claim, question)
+    def _asked(self, claim: Claim, head: dict[str, Any], body: str) -> None:
+        self._asking.submit(self._answer, claim, head, body)
 
-    def _answer(self, claim: Claim, question: int) -> None:
-        """Without an answer from the database nobody owns anything."""
-        try:
-            owns = self._db.read(lambda conn: ownership.owns(conn, claim.job_id, claim.attempt, self.worker_id))
-        except Exception as error:  # noqa: BLE001 - whatever it was, the handler waits for an answer
-            log.warning("ownership unknown", extra={"job_id": claim.job_id, "error": str(error)})
-            owns = False
-        self._slots.answer(claim, question, owns)
+    def _answer(self, claim: Claim, head: dict[str, Any], body: str) -> None:
+        self._slots.answer(claim, *self._questions.answer(claim, head, body))
 
     def _cancelled(self, jobs: Sequence[tuple[str, int]]) -> None:
         for job_id, attempt in jobs:
@@ -378,6 +378,9 @@ class Session:
         self._held.drop([item.end.job_id for item in settled])
         self._counts["done"] += sum(item.arrow in (FINISH, SKIP) for item in settled)
         self._counts["failed"] += sum(item.arrow in (FAIL, BURY, RETRY) for item in settled)
+        for item in settled:
+            if item.end.spawned and item.arrow is FINISH:
+                self._spawner.add(item.end.job_id, item.end.attempt)
         if any(item.arrow in (HAND_BACK, RETRY) for item in settled):
             self._publisher.nudge(self._lane.name)
 

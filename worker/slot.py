@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,9 +26,10 @@ from worker import answers, handlers, wire
 from worker.answers import NotVouchedFor
 from worker.context import BatchContext, Context
 from worker.flags import Flags
-from worker.handlers import Cancelled, Registered
+from worker.handlers import Cancelled, Permanent, Registered
 from worker.lifeline import Lifeline, end_when_over
 from worker.models import Models
+from worker.results import Page, Result
 
 T = TypeVar("T")
 
@@ -48,6 +50,8 @@ class Slot:
     busy: bool = False
     leased: bool = False
     questions: int = 0
+    #: A handler may have threads: one of them asks at a time.
+    asking: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
         self.models = Models(self.registry)
@@ -105,7 +109,7 @@ class Slot:
         (ending, result), about = self._under_lease(
             ctx, lambda: answers.of_job(lambda: self._call(ctx, body), self.result_limit)
         )
-        return {"end": ending | about}, result
+        return {"end": ending | about | _added(ctx)}, result
 
     def _run_batch(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
         """Run jobs in one call; how each ended, and their results one behind the other."""
@@ -114,27 +118,23 @@ class Slot:
         said, about = self._under_lease(
             ctx, lambda: answers.of_batch(lambda: self._call(ctx, body), len(each), self.result_limit)
         )
-        ends = [ending | about | {"size": len(result)} for ending, result in said]
+        counted = zip(said, each, strict=True)
+        ends = [ending | about | _added(job) | {"size": len(result)} for (ending, result), job in counted]
         return {"ends": ends}, "".join(result for _, result in said)
 
     def _context(self, job: dict[str, Any]) -> Context:
-        return Context(
-            **job,
-            **self.pool,
-            result_limit=self.result_limit,
-            _report=self._report,
-            _is_cancelled=lambda: self.cancelled,
-            _owns=self._owns,
-        )
+        return self._member(0, job, lambda: self.cancelled)
 
-    def _member(self, place: int, job: dict[str, Any]) -> Context:
+    def _member(self, place: int, job: dict[str, Any], is_cancelled: Callable[[], bool] | None = None) -> Context:
         return Context(
             **job,
             **self.pool,
             result_limit=self.result_limit,
             _report=partial(self._report, place=place),
-            _is_cancelled=partial(self.flags.is_up, place),
+            _is_cancelled=is_cancelled or partial(self.flags.is_up, place),
             _owns=partial(self._owns, place),
+            _keep=partial(self._keep, place),
+            _fetch=partial(self._fetch, place),
         )
 
     def _under_lease(self, ctx: Context | BatchContext, run: Callable[[], T]) -> tuple[T, dict[str, Any]]:
@@ -157,23 +157,51 @@ class Slot:
             raise NotVouchedFor("nobody vouches for the worker that claimed it: its heartbeats are late")
         self.busy = True
         try:
-            return self.models.handler(ctx)(ctx, json.loads(body))
+            value = self.models.handler(ctx)(ctx, json.loads(body))
+            for job in ctx.jobs:
+                job.flush()
+            return value
         except Exception:
             self.models.dismiss_broken(ctx)
             raise
         finally:
             self.busy = False
 
-    def _owns(self, place: int = 0) -> bool:
-        self.questions += 1
-        self.pipe.send({"owns": self.questions, "place": place})
-        while True:
-            head, _ = self.pipe.receive()
-            if head.get("question") == self.questions:
-                return bool(head["owns"])
+    def _owns(self, place: int) -> bool:
+        head, _ = self._question("owns", place)
+        return bool(head.get("owns"))
+
+    def _keep(self, place: int, number: int, frame: str) -> None:
+        """Have tasks kept until the attempt has ended."""
+        head, _ = self._question("stage", place, frame, seq=number)
+        if "refused" in head:
+            raise Permanent(f"it adds tasks that cannot be: {head['refused']}")
+        if "failed" in head:
+            raise RuntimeError(f"the tasks that it adds could not be kept: {head['failed']}")
+
+    def _fetch(self, place: int, after: int, name: str | None) -> Page:
+        head, body = self._question("inputs", place, after=after, name=name)
+        if "inputs" not in head:
+            raise RuntimeError(f"results could not be fetched: {head.get('failed') or head.get('refused')}")
+        found = zip(head["inputs"], json.loads(body), strict=True)
+        return Page([Result._make([*one, value]) for one, value in found], head["more"])
+
+    def _question(self, what: str, place: int, body: str = "", **more: Any) -> wire.Frame:
+        """Ask the supervisor, who asks the database. Answers to those who did not wait for them are passed over."""
+        with self.asking:
+            self.questions += 1
+            self.pipe.send({"question": self.questions, "asks": what, "place": place, **more}, body)
+            while True:
+                head, text = self.pipe.receive()
+                if head.get("question") == self.questions:
+                    return head, text
 
     def _report(self, fraction: float, note: str, place: int = 0) -> None:
         self.pipe.send({"progress": [fraction, note], "place": place})
+
+
+def _added(ctx: Context) -> dict[str, int]:
+    return {"spawned": ctx.added} if ctx.added else {}
 
 
 def main() -> None:

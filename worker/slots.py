@@ -50,8 +50,8 @@ class SlotEvents:
     #: A slot that kept a model warm is gone.
     left: Callable[[ResidentSlot, str], None]
     progressed: Callable[[Claim, float, str], None]
-    #: A handler wants to know whether its job is still its own; `SlotPool.answer` tells it.
-    asked: Callable[[Claim, int], None]
+    #: A handler asks something of which the database knows (`worker.questions`); `SlotPool.answer` tells it.
+    asked: Callable[[Claim, dict[str, Any], str], None]
     #: Jobs that were dispatched and found no slot.
     put_back: Callable[[Batch], None] = lambda _batch: None
     #: The slot of that mark is up, and takes jobs once `load` gave it its model.
@@ -228,8 +228,8 @@ class SlotPool(Roster):
             return  # late news of a job that was answered for
         elif "progress" in head:
             self._events.progressed(slot.run.claims[head["place"]], *head["progress"])
-        elif "owns" in head:
-            self._events.asked(slot.run.claims[head["place"]], head["owns"])
+        elif "question" in head:
+            self._events.asked(slot.run.claims[head["place"]], head, body)
         elif not slot.run.verdicts:
             self._end(slot, slot.run, head["ends"] if "ends" in head else [head["end"]], body)
 

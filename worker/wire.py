@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from typing import Any
 
@@ -31,10 +32,11 @@ Frame = tuple[dict[str, Any], str]
 
 
 class Channel:
-    """One end. May be written by one thread while another reads it."""
+    """One end. May be written by several threads while another reads it."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
+        self._sending = threading.Lock()
         self._unread = bytearray()
         self._half_since: float | None = None
 
@@ -56,7 +58,8 @@ class Channel:
     def send(self, head: dict[str, Any], body: str = "") -> None:
         """Raises OSError when the other side is gone, or does not read."""
         text = f"{json.dumps(head)}\n{body}".encode()
-        self._socket.sendall(_SIZE.pack(len(text)) + text)
+        with self._sending:
+            self._socket.sendall(_SIZE.pack(len(text)) + text)
 
     def receive(self) -> Frame:
         """Wait for the next frame. Raises EOFError when the other side is gone, ValueError for what is no frame."""

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from orchestrator import __version__
 from orchestrator.api import (
+    audit,
     cluster,
     control,
     dlq,
@@ -17,12 +18,14 @@ from orchestrator.api import (
     job_actions,
     jobs,
     leases,
+    outcomes,
     policies,
     pools,
     problems,
     schedules,
     submit,
     workers,
+    workflows,
 )
 from orchestrator.api.backend import Backend
 from orchestrator.api.guard import Guard
@@ -34,6 +37,7 @@ NOUNS = (
     submit,
     fetch,
     jobs,
+    outcomes,
     job_actions,
     dlq,
     leases,
@@ -41,8 +45,10 @@ NOUNS = (
     pools,
     policies,
     schedules,
+    workflows,
     control,
     cluster,
+    audit,
     health,
 )
 

@@ -27,7 +27,7 @@ SAMPLE = 10
 MAX_IDS = 1000
 BODY_LIMIT = 262_144
 
-_Reason = Annotated[str, Field(pattern=PATTERN, max_length=32)]
+Reason = Annotated[str, Field(pattern=PATTERN, max_length=32)]
 
 #: (ids, place of the first of them among all, connection) → what left.
 Work = Callable[[Sequence[str], int, Any], Removed]
@@ -40,7 +40,7 @@ class PageQuery(BaseModel):
     type: Name | None = None
     agent: Name | None = None
     pool_id: Name | None = None
-    reason: _Reason | None = None
+    reason: Reason | None = None
     limit: int = Field(50, ge=1, le=500)
     cursor: str | None = Field(None, max_length=512)
 
@@ -57,7 +57,7 @@ class FilterBody(BaseModel):
     type: Name | None = None
     agent: Name | None = None
     pool_id: Name | None = None
-    reason: _Reason | None = None
+    reason: Reason | None = None
 
     def meant(self) -> Filter:
         return Filter(tuple(self.job_ids or ()), self.type, self.agent, self.pool_id, self.reason)
@@ -101,12 +101,12 @@ async def redrive(request: Request, api: Api) -> Json:
     }
     ids = await api.read(lambda conn: dead_letters.matching(conn, wanted, body.max, most))
     if body.dry_run:
-        return _only_looked(counts, "redriven", ids)
+        return only_looked(counts, "redriven", ids)
 
     def start_over(batch: Sequence[str], first: int, conn: Any) -> Removed:
-        return dead_letters.redrive(conn, batch, most, lambda n: _delay_s(first + n, body.rate), None)
+        return dead_letters.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate), None)
 
-    redriven = await _in_batches(api, ids, start_over)
+    redriven = await in_batches(api, ids, start_over)
     metrics.retried("redrive", redriven)
     return Json(counts | {"redriven": redriven, "dry_run": False})
 
@@ -122,25 +122,25 @@ async def purge(request: Request, api: Api) -> Json:
     counts = {"matched": await api.read(lambda conn: dead_letters.count(conn, wanted))}
     ids = await api.read(lambda conn: dead_letters.matching(conn, wanted, body.max))
     if body.dry_run:
-        return _only_looked(counts, "purged", ids)
+        return only_looked(counts, "purged", ids)
 
     def forget(batch: Sequence[str], _first: int, conn: Any) -> Removed:
         return dead_letters.purge(conn, batch, None)
 
-    purged = await _in_batches(api, ids, forget)
+    purged = await in_batches(api, ids, forget)
     return Json(counts | {"purged": purged, "dry_run": False})
 
 
-def _only_looked(counts: dict[str, int], verb: str, ids: Sequence[str]) -> Json:
+def only_looked(counts: dict[str, int], verb: str, ids: Sequence[str]) -> Json:
     return Json(counts | {verb: 0, "dry_run": True, "would_be": len(ids), "sample": ids[:SAMPLE]})
 
 
-def _delay_s(place: int, rate: float | None) -> float:
+def delay_s(place: int, rate: float | None) -> float:
     """Whole seconds: those of one second share a statement."""
     return 0.0 if rate is None else float(int(place / rate))
 
 
-async def _in_batches(api: Backend, ids: Sequence[str], work: Work) -> int:
+async def in_batches(api: Backend, ids: Sequence[str], work: Work) -> int:
     """Several short transactions: workers must not wait for the locks of thousands of rows."""
     done = 0
     for first in range(0, len(ids), BATCH):

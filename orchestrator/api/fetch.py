@@ -144,7 +144,7 @@ async def _claim(request: Request, api: Backend, fetch: Fetch, wait_s: float) ->
     while True:
         claims = await api.claim(fetch)
         left = until - clock.time()
-        if claims or left <= 0 or not await unless_gone(request, api.openings.wait(fetch.worker_id, left)):
+        if claims or left <= 0 or not await unless_gone(request, api.openings.wait(frozenset({fetch.worker_id}), left)):
             return claims
 
 

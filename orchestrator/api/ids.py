@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from orchestrator.errors import JobNotFound, NotFound, PoolNotFound, ScheduleNotFound
+from orchestrator.errors import JobNotFound, NotFound, PoolNotFound, ScheduleNotFound, WorkflowNotFound
 from orchestrator.names import MAX_NAME, is_name
 
 
@@ -23,3 +23,4 @@ def _known_as(missing: Callable[[str], NotFound]) -> AfterValidator:
 JobId = Annotated[str, _known_as(JobNotFound)]
 PoolId = Annotated[str, _known_as(PoolNotFound)]
 ScheduleId = Annotated[str, _known_as(ScheduleNotFound)]
+WorkflowId = Annotated[str, _known_as(WorkflowNotFound)]

@@ -1,16 +1,22 @@
-"""POST /jobs/{id}/cancel, /retry and /priority: what a client or an operator asks of one job."""
+"""POST /jobs/{id}/cancel, /retry and /priority: what is asked of one job; /jobs/retry_failed: of all that failed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Literal
+
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.backend import Api
 from orchestrator.api.body import documented, read_model
+from orchestrator.api.dlq import Reason, delay_s, in_batches, only_looked
 from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json
 from orchestrator.jobs import Priority, Status
-from orchestrator.store import dead_letters, job_reads, reorder, withdraw
+from orchestrator.names import Name
+from orchestrator.store import dead_letters, failures, job_reads, reorder, withdraw
+from orchestrator.store.dead_letters import Removed
 from orchestrator.telemetry import metrics
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
@@ -25,6 +31,55 @@ class Wish(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     priority: Priority
+
+
+class FailedFilter(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    status: Literal["failed", "dead_letter"] | None = Field(None, description="absent: both")
+    type: Name | None = None
+    agent: Name | None = None
+    pool_id: Name | None = None
+    error_kind: Reason | None = Field(None, description="what ended the last attempt, such as timeout")
+
+    def meant(self) -> failures.Filter:
+        statuses = failures.FAILED if self.status is None else (Status(self.status),)
+        return failures.Filter(statuses, self.type, self.agent, self.pool_id, self.error_kind)
+
+
+class RetryFailedBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    filter: FailedFilter = Field(description="which jobs; {} means all that failed and must be said")
+    dry_run: bool = Field(False, description="only tell how many match, and some of their ids")
+    max: int = Field(1000, ge=1, le=10_000, description="at most so many, oldest first")
+    rate: float | None = Field(
+        None, ge=0.001, le=10_000, allow_inf_nan=False, description="jobs per second that become due; absent: all now"
+    )
+
+
+@router.post("/retry_failed", openapi_extra=documented(RetryFailedBody.model_json_schema()))
+async def retry_failed(request: Request, api: Api) -> Json:
+    """Start over what failed or is a dead letter, oldest first; those at `redrive_max` stay (`exhausted`).
+
+    `matched` and `exhausted` are counted up to 10000. A job that fails again meanwhile is not started over again.
+    """
+    body = await read_model(request, RetryFailedBody, BODY_LIMIT)
+    wanted, most = body.filter.meant(), api.settings.redrive_max
+    counts = {
+        "matched": await api.read(lambda conn: failures.count(conn, wanted)),
+        "exhausted": await api.read(lambda conn: failures.exhausted(conn, wanted, most)),
+    }
+    ids = await api.read(lambda conn: failures.matching(conn, wanted, body.max, most))
+    if body.dry_run:
+        return only_looked(counts, "redriven", ids)
+
+    def start_over(batch: Sequence[str], first: int, conn: Any) -> Removed:
+        return failures.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate), None)
+
+    redriven = await in_batches(api, ids, start_over)
+    metrics.retried("redrive", redriven)
+    return Json(counts | {"redriven": redriven, "dry_run": False})
 
 
 @router.post("/{job_id}/cancel", responses={202: {"description": "Its worker has been asked to stop it."}})

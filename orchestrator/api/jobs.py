@@ -35,6 +35,7 @@ class PageQuery(BaseModel):
     agent: Name | None = None
     pool_id: Name | None = None
     type: Name | None = None
+    workflow_id: Name | None = None
     limit: int = Field(50, ge=1, le=500)
     cursor: str | None = Field(None, max_length=512)
 
@@ -49,7 +50,7 @@ class EventsQuery(BaseModel):
 @router.get("")
 async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
     """Newest first, without payloads; `next_cursor` is null at the end."""
-    wanted = Filter(query.status, query.agent, query.pool_id, query.type)
+    wanted = Filter(query.status, query.agent, query.pool_id, query.type, query.workflow_id)
     found, following = await api.read(lambda conn: job_reads.page(conn, wanted, query.limit, query.cursor))
     return Json({"jobs": found, "next_cursor": following})
 
@@ -64,7 +65,7 @@ async def stats(api: Api) -> Json:
 async def get(request: Request, api: Api, job_id: JobId, query: Annotated[OneQuery, Query()]) -> Json:
     """The whole record. With `wait`, once the job has ended or that many seconds are over."""
     if query.wait:
-        await unless_gone(request, api.waiters.wait(job_id, min(query.wait, api.settings.wait_max_s)))
+        await unless_gone(request, api.waiters.wait(frozenset({job_id}), min(query.wait, api.settings.wait_max_s)))
     return Json(await api.read(lambda conn: job_reads.get(conn, job_id)))
 
 

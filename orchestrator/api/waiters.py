@@ -17,7 +17,7 @@ from orchestrator.errors import Overloaded
 POLL_S = 0.05
 #: Jobs, or workers, in one question.
 CHUNK = 1000
-#: Waiters of one process; beyond, clients must ask again by themselves.
+#: What the waiters of one process wait for; beyond, clients must ask again by themselves.
 MAX_WAITERS = 10_000
 
 Ask = Callable[[list[str]], Awaitable[set[str]]]
@@ -28,24 +28,26 @@ class Waiters:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
-        self._waiting: dict[asyncio.Future[bool], str] = {}
+        self._waiting: dict[asyncio.Future[bool], frozenset[str]] = {}
+        self._keys = 0
         self._poller: asyncio.Task[None] | None = None
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def wait(self, key: str, seconds: float) -> bool:
-        """True when it has happened; False when the time is over, or the process stops.
+    async def wait(self, keys: frozenset[str], seconds: float) -> bool:
+        """True when it has happened for any of them; False when the time is over, or the process stops.
 
         Raises Unavailable when the database cannot be asked, Overloaded when too many wait.
         """
-        if len(self._waiting) >= MAX_WAITERS:
-            raise Overloaded(f"{MAX_WAITERS} requests wait already; ask again without waiting")
+        if self._keys + len(keys) > MAX_WAITERS:
+            raise Overloaded(f"requests wait for {self._keys} things already; ask again without waiting")
         if self._closed or seconds <= 0:
             return False
         woken: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting[woken] = key
+        self._waiting[woken] = keys
+        self._keys += len(keys)
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll(), name="waiters")
         try:
@@ -54,6 +56,7 @@ class Waiters:
             return False
         finally:
             del self._waiting[woken]
+            self._keys -= len(keys)
 
     def close(self) -> None:
         """Let everybody go: a server that stops does not wait for jobs."""
@@ -63,7 +66,7 @@ class Waiters:
 
     async def _poll(self) -> None:
         while self._waiting:
-            ids = sorted(set(self._waiting.values()))
+            ids = sorted(set[str]().union(*self._waiting.values()))
             for start in range(0, len(ids), CHUNK):
                 await self._ask_about(ids[start : start + CHUNK])
             await asyncio.sleep(POLL_S)
@@ -74,8 +77,8 @@ class Waiters:
             happened = await self._ask(ids)
         except Exception as away:  # noqa: BLE001 - it belongs to those who wait; the poller must live
             happened, failure = set(ids), away
-        for woken, key in self._waiting.items():
-            if key in happened:
+        for woken, keys in self._waiting.items():
+            if not keys.isdisjoint(happened):
                 _wake(woken, failure)
 
 

@@ -9,12 +9,15 @@ import importlib
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem
 
 from orchestrator import __version__
 from orchestrator.__main__ import INTERRUPTED
 from orchestrator.errors import OrchestratorError, Unavailable
 
 REFUSED, UNREACHABLE = 1, 3
+#: By which the scripts of `gpuorch completion` ask what may come next.
+COMPLETE_VARIABLE = "_GPUORCH_COMPLETE"
 
 #: Command, and the module that has it under the same name with underscores; the order is that of the help.
 COMMANDS = {
@@ -29,6 +32,7 @@ COMMANDS = {
     "queue": "queue",
     "dlq": "dlq",
     "schedules": "schedules",
+    "workflows": "workflows",
     "leases": "fleet",
     "pools": "pools",
     "nodes": "nodes",
@@ -37,6 +41,9 @@ COMMANDS = {
     "gpus": "fleet",
     "leader": "leader",
     "duty": "leader",
+    "audit": "audit",
+    "top": "top",
+    "completion": "completion",
 }
 
 
@@ -53,6 +60,11 @@ class LazyCommands(click.Group):
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names alone: their help would import every module while somebody waits."""
+        flags = super(click.Group, self).shell_complete(ctx, incomplete) if incomplete.startswith("-") else []
+        return [*(CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)), *flags]
+
 
 @click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="gpuorch")
@@ -66,7 +78,7 @@ def gpuorch() -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Errors that have a name end as one message, without a trace."""
     try:
-        code = gpuorch.main(args=arguments, prog_name="gpuorch", standalone_mode=False)
+        code = gpuorch.main(args=arguments, prog_name="gpuorch", standalone_mode=False, complete_var=COMPLETE_VARIABLE)
     except click.ClickException as wrong:
         wrong.show()
         return wrong.exit_code

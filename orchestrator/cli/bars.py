@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +10,8 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.output import cut, printable
+from orchestrator.cli.output import printable
+from orchestrator.cli.style import columns, cut, painted
 
 #: Columns of a bar at most and at least, and what share of a line a GPU's name may take.
 BAR_MAX, BAR_MIN, NAME_SHARE = 40, 8, 5
@@ -45,10 +44,9 @@ def print_gpus(gpus: Iterable[Gpu]) -> None:
     if not rows:
         click.echo("no gpus")
         return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
-    for line in _lines(rows, width):
-        # Colour leaves a pipe by click's own doing.
-        click.echo(line, color=False if os.environ.get("NO_COLOR") else None)
+    width = columns() or UNLIMITED
+    for line in [*gpu_lines(rows, width), legend(width)]:
+        click.echo(line)
 
 
 def why_closed(gpu: Gpu) -> str | None:
@@ -75,12 +73,12 @@ def _time(text: object) -> str:
     return f"{str(text)[:19].replace('T', ' ')} UTC"
 
 
-def _lines(rows: list[Gpu], width: int) -> Iterator[str]:
+def gpu_lines(rows: list[Gpu], width: int) -> Iterator[str]:
+    """A line for each node and for each of its GPUs."""
     layout = _Layout(rows, width)
     for node, group in itertools.groupby(rows, key=lambda gpu: gpu["node_id"]):
-        yield click.style(cut(printable(node), width), bold=True)
+        yield painted(cut(printable(node), width), bold=True)
         yield from map(layout.line, group)
-    yield _legend(width)
 
 
 class _Layout:
@@ -134,7 +132,7 @@ def _bar(gpu: Gpu, width: int) -> str:
     return text + _marks(KEPT, width - filled)
 
 
-def _legend(width: int) -> str:
+def legend(width: int) -> str:
     text, left = " ", width - 1
     for part in (LEASED, FOREIGN, FREE, KEPT, CLOSED):
         left -= len(part.name) + 4
@@ -143,7 +141,7 @@ def _legend(width: int) -> str:
 
 
 def _marks(part: Part, count: int) -> str:
-    return click.style((part.mark if _has_blocks() else part.plain) * count, fg=part.colour) if count > 0 else ""
+    return painted((part.mark if _has_blocks() else part.plain) * count, fg=part.colour) if count > 0 else ""
 
 
 def _has_blocks() -> bool:

@@ -25,8 +25,11 @@ CLOSING_S = 15.0
 class WorkerChild:
     """A thread of its own starts the worker, and outlives it: a worker dies with the thread it came from."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, path: str | None = None) -> None:
+        """`path`: where it finds modules beside those that are installed."""
+        self._settings, self._path = settings, path
+        #: How it ended when it did last, unless that was wanted.
+        self.code: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -51,6 +54,7 @@ class WorkerChild:
             code = process.wait()
             if self._stopping.is_set():
                 return
+            self.code = code
             steady = time.monotonic() - started > STEADY_S
             backoff_s = BACKOFF_S if steady else backoff_s
             log.warning("the worker ended; starting it again", extra={"code": code, "in_s": backoff_s})
@@ -61,14 +65,19 @@ class WorkerChild:
         with self._lock:  # a stop comes before or after this, never between
             if self._stopping.is_set():
                 return None
-            self._process = subprocess.Popen(
-                dying_with_parent([sys.executable, "-m", "orchestrator", "worker"]),
-                env=_environment(self._settings),
-                stdin=subprocess.DEVNULL,
-                # A Ctrl-C is for us: the worker is told when the API has stopped taking jobs.
-                start_new_session=True,
-            )
+            self._process = spawn(self._settings, self._path)
             return self._process
+
+
+def spawn(settings: Settings, path: str | None = None) -> subprocess.Popen[bytes]:
+    """A worker with these settings; it dies with the thread that this is called from."""
+    return subprocess.Popen(
+        dying_with_parent([sys.executable, "-m", "orchestrator", "worker"]),
+        env=_environment(settings) | ({} if path is None else {"PYTHONPATH": path}),
+        stdin=subprocess.DEVNULL,
+        # A Ctrl-C is for us, who tell the worker when it is its turn.
+        start_new_session=True,
+    )
 
 
 def _environment(settings: Settings) -> dict[str, str]:

@@ -7,8 +7,8 @@ It stops in the opposite order, so that the worker can still write down how its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
@@ -51,6 +51,17 @@ def _run(loaded: Loaded) -> None:
     _note_unused(loaded)
     _require_free_port(loaded.settings)
     with ExitStack() as running:
+        settings = running.enter_context(own_servers(loaded))
+        worker = WorkerChild(settings)
+        running.callback(worker.stop)
+        worker.start()
+        run_api(settings, _announcer(settings))
+
+
+@contextmanager
+def own_servers(loaded: Loaded) -> Iterator[Settings]:
+    """The data directory is ours, a Valkey runs in it, the SQLite file has our tables; settings that lead to both."""
+    with ExitStack() as running:
         directory = DataDir(loaded.settings.data_dir)
         running.callback(directory.close)
         valkey = Valkey(directory)
@@ -60,10 +71,7 @@ def _run(loaded: Loaded) -> None:
         logs.configure(settings)
         with undisturbed(), opened(settings) as db:
             migrate.upgrade(db)
-        worker = WorkerChild(settings)
-        running.callback(worker.stop)
-        worker.start()
-        run_api(settings, _announcer(settings))
+        yield settings
 
 
 def _embedded(loaded: Loaded, redis_url: str) -> Settings:

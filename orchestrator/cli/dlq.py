@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from orchestrator.cli import REFUSED
+from orchestrator.cli import REFUSED, completion
+from orchestrator.cli.asking import agreed
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, job_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import job_path
 from orchestrator.errors import NotFound
 
 _LISTED = ("job_id", "type", "agent", "pool_id", "reason", "attempts", "redrives", "buried_at", "last_error")
@@ -44,7 +45,7 @@ def _bulk(command: Command) -> Command:
         "--max", "most", type=click.IntRange(1, 10_000), default=1000, show_default=True, help="At most so many."
     )(command)
     command = click.option("--dry-run", is_flag=True, help="Only tell how many it would be.")(command)
-    return _filtered(click.argument("job_ids", nargs=-1)(command))
+    return _filtered(click.argument("job_ids", nargs=-1, shell_complete=completion.dead_job_ids)(command))
 
 
 @dlq.command("list")
@@ -65,7 +66,7 @@ def list_letters(api: Api, *, as_json: bool, **filters: Any) -> None:
 
 
 @dlq.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.dead_job_ids)
 @with_api
 @as_json
 def show(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -114,7 +115,7 @@ def _body(*, job_ids: Sequence[str], dry_run: bool, most: int, **named: str | No
 
 
 def _change(api: Api, path: str, verb: str, body: dict[str, Any], question: str | None, *, as_json: bool) -> int:
-    if question and not body["dry_run"] and not _agreed(question):
+    if question and not body["dry_run"] and not agreed(question):
         return REFUSED
     answer = api.post(f"/dlq/{path}", body, wait_s=BULK_S)
     if as_json:
@@ -128,9 +129,3 @@ def _change(api: Api, path: str, verb: str, body: dict[str, Any], question: str 
 
 def _verdict(answer: dict[str, Any], verb: str) -> dict[str, Any]:
     return {verb: "none, this was a dry run" if answer["dry_run"] else answer[verb]}
-
-
-def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise click.UsageError("nobody is here to be asked whether this is meant; say --yes, or try --dry-run first")
-    return click.confirm(question)

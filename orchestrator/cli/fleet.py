@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import click
 
+from orchestrator.cli import completion
 from orchestrator.cli.bars import print_gpus
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_table
-from orchestrator.client.api import Api, gpu_path, lease_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import gpu_path, lease_path
 
 _LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
 _WORKERS = (
@@ -43,10 +45,14 @@ def list_leases(api: Api, *, as_json: bool) -> None:
 @leases.command()
 @click.argument("token")
 @with_api
-def release(api: Api, token: str) -> None:
+@as_json
+def release(api: Api, token: str, *, as_json: bool) -> None:
     """Release a lease by its secret TOKEN; its memory returns when its processes are gone."""
-    api.post(lease_path(token, "release"))
-    click.echo("released")
+    answer = api.post(lease_path(token, "release"))
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo("released")
 
 
 @click.group()
@@ -78,12 +84,16 @@ def gpus(ctx: click.Context, api: Api, *, as_json: bool) -> None:
 
 
 @gpus.command()
-@click.argument("gpu_uuid")
+@click.argument("gpu_uuid", shell_complete=completion.gpu_uuids)
 @with_api
-def clear(api: Api, gpu_uuid: str) -> None:
+@as_json
+def clear(api: Api, gpu_uuid: str, *, as_json: bool) -> None:
     """End the quarantine of a GPU, after looking who still held its memory (runbook gpu-quarantine)."""
-    cleared = api.post(gpu_path(gpu_uuid, "clear"))["cleared"]
-    click.echo(f"{gpu_uuid} may be leased again" if cleared else f"{gpu_uuid} was not quarantined")
+    answer = api.post(gpu_path(gpu_uuid, "clear"))
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{gpu_uuid} {'may be leased again' if answer['cleared'] else 'was not quarantined'}")
 
 
 def _show(api: Api, path: str, key: str, columns: Sequence[str], *, as_json: bool) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from orchestrator.cli.options import Command
-from orchestrator.client.api import DEFAULT_URL, URL_VARIABLE, Api, host_of
+from orchestrator.client.api import Api
+from orchestrator.client.paths import DEFAULT_URL, URL_VARIABLE
+from orchestrator.client.wire import host_of
 from orchestrator.errors import ConfigError
 
 

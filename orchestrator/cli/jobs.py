@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
+from orchestrator.cli.importing import import_jobs
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, job_path
+from orchestrator.client.answers import Job
+from orchestrator.client.api import Api
+from orchestrator.client.clients import PATIENCE_S
+from orchestrator.client.errors import NotEnded
+from orchestrator.client.nouns import JobsOf
+from orchestrator.client.paths import job_path
 from orchestrator.client.submitting import Submitting
-from orchestrator.jobs import TERMINAL, Status
+from orchestrator.jobs import Status
 
-#: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.
-POLL_S = 25.0
 _LISTED = ("job_id", "type", "status", "agent", "pool_id", "priority", "attempts", "created_at", "last_error")
 
 
@@ -27,12 +31,15 @@ def jobs() -> None:
     """Submit jobs, look at them, wait for them, cancel them or start them over."""
 
 
+jobs.add_command(import_jobs)
+
+
 @jobs.command()
 @click.argument("type")
 @click.option("--payload", default="{}", metavar="JSON|@FILE|-", help="An object; - reads standard input.")
 @click.option("--job-id", help="Makes repeating this safe: the same id and content is one job.")
 @click.option("--agent", help="On whose behalf.")
-@click.option("--pool", "pool_id", help="Pool whose workers run it.")
+@click.option("--pool", "pool_id", shell_complete=completion.pool_ids, help="Pool whose workers run it.")
 @click.option("--priority", help="LOW, NORMAL, HIGH or -100…100; larger runs earlier.")
 @click.option(
     "--cost-units", type=float, help="What it costs of its agent's share, 0…100; by default as long as it takes."
@@ -61,23 +68,23 @@ def submit(api: Api, *, as_json: bool, payload: str, priority: str | None, patie
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.option("--wait", "wait_s", type=click.FloatRange(0), default=0, help="Seconds to wait for its end.")
 @with_api
 @as_json
 def get(api: Api, job_id: str, *, wait_s: float, as_json: bool) -> None:
     """Show everything about a job."""
-    _show(_poll(api, job_id, time.monotonic() + wait_s), as_json=as_json)
+    _show(_waited(api, job_id, wait_s), as_json=as_json)
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1).")
 @with_api
 @as_json
 def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> int:
     """Wait until a job has ended; exit 0 when it is done or skipped, 1 otherwise."""
-    job = _poll(api, job_id, float("inf") if timeout_s is None else time.monotonic() + timeout_s)
+    job = _waited(api, job_id, timeout_s)
     _show(job, as_json=as_json)
     return 0 if job["status"] in {Status.DONE, Status.SKIPPED} else 1
 
@@ -85,8 +92,9 @@ def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> in
 @jobs.command("list")
 @click.option("--status", type=click.Choice([status.value for status in Status]))
 @click.option("--agent")
-@click.option("--pool", "pool_id")
+@click.option("--pool", "pool_id", shell_complete=completion.pool_ids)
 @click.option("--type", "type")
+@click.option("--workflow", "workflow_id", help="Tasks of this workflow.")
 @click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
 @click.option("--cursor", help="Continue where an earlier page ended.")
 @with_api
@@ -102,7 +110,7 @@ def list_jobs(api: Api, *, as_json: bool, **filters: Any) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def events(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -115,7 +123,7 @@ def events(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def explain(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -138,7 +146,7 @@ def explain(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def cancel(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -152,7 +160,7 @@ def cancel(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @with_api
 @as_json
 def retry(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -165,7 +173,7 @@ def retry(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command(context_settings={"ignore_unknown_options": True})
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=completion.job_ids)
 @click.argument("priority", metavar="LOW|NORMAL|HIGH|-100…100")
 @with_api
 @as_json
@@ -178,16 +186,16 @@ def priority(api: Api, job_id: str, priority: str, *, as_json: bool) -> None:
         click.echo(f"{answer['job_id']}  {answer['status']}  priority {answer['before']} → {answer['priority']}")
 
 
-def _poll(api: Api, job_id: str, deadline: float) -> dict[str, Any]:
-    while True:
-        left = max(0.0, min(POLL_S, deadline - time.monotonic()))
-        params = {"wait": f"{left:.3f}"} if left else {}
-        job: dict[str, Any] = api.get(job_path(job_id), params, wait_s=left)
-        if job["status"] in TERMINAL or time.monotonic() >= deadline:
-            return job
+def _waited(api: Api, job_id: str, timeout_s: float | None) -> Job:
+    """The job once it has ended, or as it is when the time is over. A server that restarts meanwhile is waited for."""
+    found = JobsOf(api, PATIENCE_S)
+    try:
+        return found.get(job_id) if timeout_s == 0 else found.wait(job_id, timeout_s)
+    except NotEnded:
+        return found.get(job_id)
 
 
-def _show(job: dict[str, Any], *, as_json: bool) -> None:
+def _show(job: Job, *, as_json: bool) -> None:
     if as_json:
         print_json(job)
     else:

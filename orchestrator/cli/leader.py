@@ -33,7 +33,11 @@ def leader(loaded: Loaded, *, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name", metavar=f"[{'|'.join(duty.name for duty in DUTIES)}]")
+@click.argument(
+    "name",
+    metavar=f"[{'|'.join(duty.name for duty in DUTIES)}]",
+    shell_complete=lambda *given: [duty.name for duty in DUTIES if duty.name.startswith(given[2])],
+)
 @with_settings("database_url", "redis_url")
 @click.option("--once", is_flag=True, required=True, help="Run it once, now.")
 @as_json

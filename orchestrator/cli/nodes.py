@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_json, print_table
@@ -22,7 +23,7 @@ def nodes() -> None:
 def _which(command: Command) -> Command:
     """One by its name, or all of them, which must be said."""
     command = click.option("--all", "everywhere", is_flag=True, help="All nodes that are known now.")(command)
-    return click.argument("node_id", required=False)(command)
+    return click.argument("node_id", required=False, shell_complete=completion.node_ids)(command)
 
 
 @nodes.command("list")

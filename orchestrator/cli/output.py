@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import click
+
+from orchestrator.cli.style import STATUS_COLOURS, columns, cut, fit, painted, width_of
 
 #: A column is not cut below this width.
 MIN_WIDTH = 6
@@ -21,17 +21,42 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2, default=_plain, ensure_ascii=False))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str = "nothing to show") -> None:
+def print_table(names: Sequence[str], rows: Iterable[Mapping[str, Any]], empty: str = "nothing to show") -> None:
     """One line per row, cut to the terminal's width; piped, nothing is cut."""
-    lines = [[printable(row.get(column)) for column in columns] for row in rows]
+    lines = [[printable(row.get(name)) for name in names] for row in rows]
     if not lines:
         click.echo(empty)
         return
-    table = [[column.upper() for column in columns], *lines]
-    widths = _widths(table, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-    for line in table:
-        cells = [cut(text, width).ljust(width) for text, width in zip(line, widths, strict=True)]
-        click.echo(GAP.join(cells).rstrip())
+    widths = fitting([[name.upper() for name in names], *lines], columns())
+    click.echo(painted(_line([name.upper() for name in names], widths), bold=True))
+    for line in lines:
+        click.echo(_line(line, widths, names))
+
+
+def fitting(table: Sequence[Sequence[str]], limit: int | None) -> list[int]:
+    """Widths of the columns; the widest give way first, and the last ones leave where even that is too much."""
+    widths = [max(map(width_of, column)) for column in zip(*table, strict=True)]
+    if limit is None:
+        return widths
+    while len(widths) > 1 and _whole([min(width, MIN_WIDTH) for width in widths]) > limit:
+        widths.pop()
+    while _whole(widths) > limit and max(widths) > MIN_WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _whole(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], names: Sequence[str] = ()) -> str:
+    """Without spaces at its end; a status has its colour."""
+    last = len(widths) - 1
+    texts = [cut(cell, width) if n == last else fit(cell, width) for n, (cell, width) in enumerate(zip(cells, widths))]  # noqa: B905 - columns without a width are left out
+    for n, name in enumerate(names[: len(texts)]):
+        if name == "status":
+            texts[n] = painted(texts[n], fg=STATUS_COLOURS.get(cells[n]))
+    return GAP.join(texts).rstrip()
 
 
 def print_record(record: Mapping[str, Any]) -> None:
@@ -51,17 +76,6 @@ def tell_of_next(page: Mapping[str, Any]) -> None:
     """How to go on, beside the output: what is piped stays a table."""
     if page.get("next_cursor"):
         click.echo(f"more: --cursor {page['next_cursor']}", err=True)
-
-
-def _widths(table: Sequence[Sequence[str]], limit: int | None) -> list[int]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    while limit and sum(widths) + len(GAP) * (len(widths) - 1) > limit and max(widths) > MIN_WIDTH:
-        widths[widths.index(max(widths))] -= 1
-    return widths
-
-
-def cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def printable(value: object) -> str:

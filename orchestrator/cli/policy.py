@@ -10,8 +10,9 @@ import click
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, policy_path
+from orchestrator.client.api import Api
 from orchestrator.client.errors import Refused
+from orchestrator.client.paths import policy_path
 
 _LISTED = ("scope", "name", "version", "document", "updated_at", "actor")
 _CHANGES = ("version", "changed_at", "actor", "before", "after")
@@ -117,10 +118,14 @@ def rollback(api: Api, scope: str, name: str | None, *, version: int, as_json: b
 @policy.command()
 @_which
 @with_api
-def delete(api: Api, scope: str, name: str | None) -> None:
+@as_json
+def delete(api: Api, scope: str, name: str | None, *, as_json: bool) -> None:
     """Forget a policy: its defaults are in force. Its history stays."""
     answer = api.delete(policy_path(scope, name))
-    click.echo(f"{answer['scope']} {answer['name']} has no policy")
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{answer['scope']} {answer['name']} has no policy")
 
 
 def _page(api: Api, scope: str, page: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
-from orchestrator.cli import REFUSED
+from orchestrator.cli import REFUSED, completion
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_json, print_record, print_table, printable, tell_of_next
 from orchestrator.cli.progress import Progress
-from orchestrator.client.api import Api, pool_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import pool_path
 
 _LISTED = ("pool_id", "status", "desired_workers", "spawned_workers", "running", "model_id", "type", "status_reason")
 _MEMBERS = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble")
@@ -101,7 +102,7 @@ def list_pools(api: Api, *, as_json: bool, **page: Any) -> None:
 
 
 @pools.command()
-@click.argument("pool_id")
+@click.argument("pool_id", shell_complete=completion.pool_ids)
 @with_api
 @as_json
 def show(api: Api, pool_id: str, *, as_json: bool) -> None:
@@ -117,7 +118,7 @@ def show(api: Api, pool_id: str, *, as_json: bool) -> None:
 
 
 @pools.command()
-@click.argument("pool_id")
+@click.argument("pool_id", shell_complete=completion.pool_ids)
 @click.argument("workers", type=_COUNT, required=False)
 @_size
 @with_api
@@ -128,7 +129,7 @@ def scale(api: Api, pool_id: str, workers: int | None, *, as_json: bool, **field
 
 
 @pools.command()
-@click.argument("pool_id")
+@click.argument("pool_id", shell_complete=completion.pool_ids)
 @_model
 @with_api
 @as_json
@@ -139,7 +140,7 @@ def swap(api: Api, pool_id: str, *, as_json: bool, **fields: Any) -> None:
 
 
 @pools.command()
-@click.argument("pool_id")
+@click.argument("pool_id", shell_complete=completion.pool_ids)
 @click.option("--timeout", type=click.FloatRange(0), help="Seconds that running jobs get; then they are handed back.")
 @click.option("--wait", "waits", is_flag=True, help="Until it is stopped. Ctrl-C leaves it draining.")
 @with_api
@@ -153,7 +154,7 @@ def drain(api: Api, pool_id: str, *, timeout: float | None, waits: bool, as_json
 
 
 @pools.command()
-@click.argument("pool_id")
+@click.argument("pool_id", shell_complete=completion.pool_ids)
 @with_api
 @as_json
 def evict(api: Api, pool_id: str, *, as_json: bool) -> None:
@@ -162,12 +163,16 @@ def evict(api: Api, pool_id: str, *, as_json: bool) -> None:
 
 
 @pools.command()
-@click.argument("pool_id")
+@click.argument("pool_id", shell_complete=completion.pool_ids)
 @with_api
-def delete(api: Api, pool_id: str) -> None:
+@as_json
+def delete(api: Api, pool_id: str, *, as_json: bool) -> None:
     """Forget a pool that is stopped or evicted."""
-    api.delete(pool_path(pool_id))
-    click.echo(f"{pool_id} is forgotten")
+    answer = api.delete(pool_path(pool_id))
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{pool_id} is forgotten")
 
 
 def _given(**fields: Any) -> dict[str, Any]:

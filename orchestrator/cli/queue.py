@@ -1,16 +1,26 @@
-"""`gpuorch queue …`: how much waits, what is paused, and what the gates see. Everything goes over HTTP."""
+"""`gpuorch queue …`: how much waits, what is paused, what the gates see, what failed; and a worker for it here.
+
+Everything but the worker goes over HTTP.
+"""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import click
 
+from orchestrator.cli import REFUSED, completion
+from orchestrator.cli.asking import agreed
 from orchestrator.cli.http import with_api
-from orchestrator.cli.options import Command, as_json
+from orchestrator.cli.options import Command, as_json, with_settings
 from orchestrator.cli.output import print_json, print_record, print_table, printable
+from orchestrator.cli.progress import duration
 from orchestrator.client.api import Api
+from orchestrator.config import Loaded
 
+#: Seconds that starting thousands of jobs over may take longer than other requests.
+BULK_S = 120.0
 _UNFINISHED = ("pending", "claimed", "running")
 
 
@@ -45,12 +55,17 @@ def stats(api: Api, *, as_json: bool) -> None:
     more = set(found["at_least"])
     print_record({status: f"{count}{'+' if status in more else ''}" for status, count in found["status"].items()})
     oldest = found["oldest_pending_seconds"]
-    click.echo(f"oldest pending: {'-' if oldest is None else f'{oldest:.0f} s'}")
+    click.echo(f"oldest pending: {'-' if oldest is None else duration(oldest)}")
     for key in ("pools", "agents"):
         click.echo()
         name = key.removesuffix("s")
-        rows = [{name: label} | counts for label, counts in found[key].items()]
-        print_table((name, *_UNFINISHED), rows, empty=f"no {key} with jobs")
+        rows = [{name: label} | counts | _oldest(counts) for label, counts in found[key].items()]
+        print_table((name, *_UNFINISHED, "oldest"), rows, empty=f"no {key} with jobs")
+
+
+def _oldest(counts: dict[str, Any]) -> dict[str, str | None]:
+    seconds = counts.get("oldest_pending_seconds")
+    return {"oldest": None if seconds is None else duration(seconds)}
 
 
 @queue.command()
@@ -106,3 +121,81 @@ def gates(api: Api, *, as_json: bool) -> None:
         print_json(answer)
     else:
         print_table(("name", "closed", "reason", "looked_at"), answer["gates"], empty="no gates")
+
+
+@queue.command("retry-failed")
+@click.option("--status", type=click.Choice(["failed", "dead_letter"]), help="Only these; by default both.")
+@click.option("--type", "type", help="Only jobs of this type.")
+@click.option("--agent", help="Only jobs of this agent.")
+@click.option("--pool", "pool_id", shell_complete=completion.pool_ids, help="Only jobs of this pool.")
+@click.option("--error", "error_kind", help="What ended their last attempt, such as timeout or permanent.")
+@click.option("--dry-run", is_flag=True, help="Only tell how many it would be.")
+@click.option(
+    "--max",
+    "most",
+    type=click.IntRange(1, 10_000),
+    default=1000,
+    show_default=True,
+    help="At most so many, oldest first.",
+)
+@click.option("--rate", type=click.FloatRange(0.001, 10_000), help="Jobs per second that become due.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@with_api
+@as_json
+def retry_failed(
+    api: Api, *, as_json: bool, dry_run: bool, most: int, rate: float | None, yes: bool, **named: str | None
+) -> int:
+    """Start over what failed or is a dead letter, with its attempts uncharged."""
+    meant = {key: value for key, value in named.items() if value is not None}
+    if not (meant or dry_run or yes) and not agreed("Start ALL failed jobs over?"):
+        return REFUSED
+    body = {"filter": meant, "dry_run": dry_run, "max": most} | ({} if rate is None else {"rate": rate})
+    answer = api.post("/jobs/retry_failed", body, wait_s=BULK_S)
+    if as_json:
+        print_json(answer)
+    elif dry_run:
+        click.echo(
+            f"{answer['would_be']} would be started over, of {answer['matched']} that failed; this was a dry run"
+        )
+    else:
+        click.echo(f"{answer['redriven']} started over, of {answer['matched']} that failed")
+    if answer["exhausted"]:
+        click.echo(f"{answer['exhausted']} were started over as often as allowed (redrive_max); they stay", err=True)
+    return 0
+
+
+@queue.command("run")
+@click.option("--drain", is_flag=True, help="Exit when nothing of the lane waits or runs any more.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1).")
+@with_settings(
+    "worker_pool",
+    "worker_slots",
+    "worker_handlers",
+    "gpu_backend",
+    "node_id",
+    "database_url",
+    "redis_url",
+    "data_dir",
+    "log_level",
+    "log_format",
+)
+@as_json
+def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: bool) -> int:
+    """Run a worker here, with a progress bar; --drain ends it when its lane is empty.
+
+    It needs the database and Redis, nothing else: retries and delayed jobs come due by its own doing when nobody else
+    leads. Without a --database-url and a --redis-url it works on --data-dir, as gpuorch dev does.
+    """
+    from orchestrator.cli.dev import own_servers
+    from orchestrator.cli.draining import run_here
+    from orchestrator.cli.servers import stop_on_sigterm
+    from orchestrator.telemetry import logs
+
+    stop_on_sigterm()
+    with ExitStack() as servers:
+        settings = loaded.settings
+        if all(loaded.sources[key] == "default" for key in ("database_url", "redis_url")):
+            settings = servers.enter_context(own_servers(loaded))
+        else:
+            logs.configure(settings)
+        return run_here(settings, drain=drain, timeout_s=timeout_s, as_json=as_json)

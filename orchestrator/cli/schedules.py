@@ -6,11 +6,13 @@ from typing import Any
 
 import click
 
+from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
 from orchestrator.cli.jobs import named_priority, read_payload
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_record, print_table, tell_of_next
-from orchestrator.client.api import Api, schedule_path
+from orchestrator.client.api import Api
+from orchestrator.client.paths import schedule_path
 
 _LISTED = ("schedule_id", "cron", "every_seconds", "timezone", "enabled", "next_fire_at", "last_fired_at", "last_error")
 
@@ -36,7 +38,7 @@ def list_schedules(api: Api, *, as_json: bool, **page: Any) -> None:
 
 
 @schedules.command()
-@click.argument("schedule_id")
+@click.argument("schedule_id", shell_complete=completion.schedule_ids)
 @with_api
 @as_json
 def show(api: Api, schedule_id: str, *, as_json: bool) -> None:
@@ -45,14 +47,14 @@ def show(api: Api, schedule_id: str, *, as_json: bool) -> None:
 
 
 @schedules.command("set")
-@click.argument("schedule_id")
+@click.argument("schedule_id", shell_complete=completion.schedule_ids)
 @click.argument("type")
 @click.option("--cron", metavar="LINE", help='Minute, hour, day, month, weekday: "0 3 * * MON-FRI".')
 @click.option("--every", "every_seconds", type=click.FloatRange(1), metavar="SECONDS", help="Instead of a cron line.")
 @click.option("--timezone", help="Whose clock the cron line means: Europe/Berlin.  [default: UTC]")
 @click.option("--payload", default="{}", metavar="JSON|@FILE|-", help="An object; - reads standard input.")
 @click.option("--agent", help="On whose behalf.")
-@click.option("--pool", "pool_id", help="Pool whose workers run it.")
+@click.option("--pool", "pool_id", shell_complete=completion.pool_ids, help="Pool whose workers run it.")
 @click.option("--priority", help="LOW, NORMAL, HIGH or -100…100; larger runs earlier.")
 @click.option("--min-memory-mb", type=int, help="GPU memory it needs.")
 @click.option("--catch-up", type=click.Choice(["skip", "last", "all"]), help="What runs of missed times.")
@@ -72,7 +74,7 @@ def set_schedule(api: Api, schedule_id: str, *, as_json: bool, disabled: bool, *
 
 
 @schedules.command()
-@click.argument("schedule_id")
+@click.argument("schedule_id", shell_complete=completion.schedule_ids)
 @with_api
 @as_json
 def delete(api: Api, schedule_id: str, *, as_json: bool) -> None:
@@ -85,7 +87,7 @@ def delete(api: Api, schedule_id: str, *, as_json: bool) -> None:
 
 
 @schedules.command()
-@click.argument("schedule_id")
+@click.argument("schedule_id", shell_complete=completion.schedule_ids)
 @with_api
 @as_json
 def fire(api: Api, schedule_id: str, *, as_json: bool) -> None:

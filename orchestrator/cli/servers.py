@@ -14,7 +14,6 @@ from orchestrator.cli.options import with_settings
 from orchestrator.cli.schema import opened, require_schema
 from orchestrator.config import Loaded
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
 from orchestrator.telemetry import logs
 
 
@@ -23,6 +22,8 @@ from orchestrator.telemetry import logs
 @click.option("--migrate/--no-migrate", "migrate_first", help="Bring the schema up to date first (default: no).")
 def serve(loaded: Loaded, *, migrate_first: bool) -> None:
     """Serve the HTTP API and stand for leader. Needs a migrated database and Redis."""
+    from orchestrator.store import migrate
+
     settings = loaded.settings
     logs.configure(settings)
     with opened(settings) as db:

@@ -1,145 +1,135 @@
-"""One server over HTTP: where it is, what its answers mean. The command line and the lease client speak through it."""
+"""One server over HTTP, for threads. The command line and `Client` speak through it."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-from urllib.parse import quote
+import time
+from collections.abc import AsyncIterable, Generator, Mapping
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import httpx
 
-from orchestrator.client.errors import Refused, ServerUnreachable
-from orchestrator.errors import ConfigError
+from orchestrator import bounded
+from orchestrator.cancellation import Cancellation
+from orchestrator.client import wire
+from orchestrator.client.steps import NOTHING, TIMEOUT_S, Emit, Fan, Operation, Pause, Play, Request
+from orchestrator.errors import OrchestratorError
 
-DEFAULT_URL = "http://127.0.0.1:8008"
-#: Names the server for those who give no URL.
-URL_VARIABLE = "GPUORCH_URL"
-#: Seconds to connect and to answer; what a long poll waits comes on top.
-TIMEOUT_S = 15.0
-_NOTHING: Mapping[str, object] = MappingProxyType({})
-_TOKEN = re.compile(r"(/leases/)[^/]+")
-
-
-def default_url() -> str:
-    return os.environ.get(URL_VARIABLE) or DEFAULT_URL
+R = TypeVar("R")
 
 
 class Api:
     """Threads may share one."""
 
     def __init__(self, url: str) -> None:
-        """Connects to nothing yet. Raises ConfigError as `host_of` does."""
-        # A proxy meant for the internet must not be asked for this machine.
-        local = host_of(url) in {"127.0.0.1", "::1", "localhost"}
+        """Connects to nothing yet. Raises ConfigError when this is no URL of a server."""
+        self._client = httpx.Client(**wire.connection(url))
         self.url = url.rstrip("/")
-        # Reading the system's authorities takes longer than most answers, and nobody asks for them here.
-        verify = not (local and self.url.startswith("http:"))
-        self._client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=not local, verify=verify)
+        self.contact = wire.Contact()
 
-    def get(self, path: str, params: Mapping[str, object] = _NOTHING, wait_s: float = 0.0) -> Any:
-        given = {key: _encodable(str(value)) for key, value in params.items() if value is not None}
-        return self._send("GET", path, params=given, timeout=TIMEOUT_S + wait_s)
+    def get(self, path: str, params: Mapping[str, object] = NOTHING, wait_s: float = 0.0) -> Any:
+        return self.send(Request("GET", path, params, timeout_s=TIMEOUT_S + wait_s))
 
     def post(
         self,
         path: str,
-        body: Mapping[str, object] | None = None,
+        body: Mapping[str, object] | bytes | None = None,
         wait_s: float = 0.0,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
-        given = {} if body is None else {"json": dict(body)}
-        return self._send("POST", path, timeout=timeout_s + wait_s, **given)
+        """A body of bytes is JSON already."""
+        return self.send(Request("POST", path, body=body, timeout_s=timeout_s + wait_s))
 
     def put(self, path: str, body: Mapping[str, object]) -> Any:
-        return self._send("PUT", path, json=dict(body))
+        return self.send(Request("PUT", path, body=body))
 
     def patch(self, path: str, body: Mapping[str, object]) -> Any:
-        return self._send("PATCH", path, json=dict(body))
+        return self.send(Request("PATCH", path, body=body))
 
     def delete(self, path: str) -> Any:
-        return self._send("DELETE", path)
+        return self.send(Request("DELETE", path))
+
+    def send(self, request: Request) -> Any:
+        """The answer's JSON. Raises ServerUnreachable or Refused."""
+        try:
+            response = self._client.request(request.method, request.path, **wire.arguments(request))
+        except wire.UNANSWERED as error:
+            raise wire.unreachable(self.url, error) from None
+        self.contact.note()
+        return wire.answer_of(response)
+
+    def run(self, operation: Operation[R], token: Cancellation | None = None) -> R:
+        """What the operation returns; what a fan in it emits is collected. A cancelled `token` ends it with Aborted."""
+        with Play(operation) as play:
+            while play.step is not None:
+                if isinstance(play.step, Fan):
+                    play.answer(list(self.fan_out(play.step)))
+                else:
+                    self._perform(play, token)
+            return play.result
+
+    def iterate(self, operation: Operation[None]) -> Generator[Any, None, None]:
+        """What the operation emits, as it does."""
+        with Play(operation) as play:
+            while play.step is not None:
+                if isinstance(play.step, Emit):
+                    yield play.step.value
+                    play.answer()
+                elif isinstance(play.step, Fan):
+                    yield from self.fan_out(play.step)
+                    play.answer()
+                else:
+                    self._perform(play)
+
+    def fan_out(self, fan: Fan) -> Generator[Any, None, None]:
+        if isinstance(fan.items, AsyncIterable):
+            raise TypeError("what is iterated over by `async for` is for AsyncClient")
+        rounds = bounded.stream(
+            fan.items,
+            lambda item, call: self.run(fan.each(item), call.token),
+            lane=fan.lane,
+            max_bytes=fan.max_bytes,
+            size_of=fan.size_of,
+            in_order=True,
+            name=fan.name,
+        )
+        with closing(rounds):
+            for _, emitted in rounds:
+                yield from emitted
 
     def close(self) -> None:
         self._client.close()
 
-    def _send(self, method: str, path: str, **how: Any) -> Any:
-        """The answer's JSON. Raises ServerUnreachable or Refused."""
-        if "json" in how:
-            # The library's own encoder breaks on what the server would refuse by name: NaN, half a character.
-            how |= {"content": json.dumps(how.pop("json")), "headers": {"Content-Type": "application/json"}}
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _perform(self, play: Play[Any], token: Cancellation | None = None) -> None:
         try:
-            response = self._client.request(method, path, **how)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL)
-            raise ServerUnreachable(self.url, str(error) or type(error).__name__, sent=not unsent) from None
-        if not response.is_success:
-            raise Refused(response)
-        try:
-            return response.json()
-        except ValueError:
-            raise Refused(response) from None
+            if token is not None:
+                token.raise_if_cancelled()
+            if isinstance(play.step, Request):
+                answer = self.send(play.step)
+            else:
+                assert isinstance(play.step, Pause)
+                answer = _sleep(play.step, token)
+        except OrchestratorError as error:
+            play.fail(error)
+        else:
+            play.answer(answer)
 
 
-def job_path(job_id: str, *more: str) -> str:
-    return "/".join(["/jobs", _segment(job_id), *more])
-
-
-def pool_path(pool_id: str) -> str:
-    return f"/workers/pool/{_segment(pool_id)}"
-
-
-def schedule_path(schedule_id: str, *more: str) -> str:
-    return "/".join(["/schedules", _segment(schedule_id), *more])
-
-
-def lease_path(token: str, action: str) -> str:
-    return f"/leases/{_segment(token)}/{action}"
-
-
-def gpu_path(gpu_uuid: str, action: str) -> str:
-    return f"/gpus/{_segment(gpu_uuid)}/{action}"
-
-
-def policy_path(scope: str, name: str | None, *more: str) -> str:
-    """`admission` has no names. Keys of caps may have slashes, which are as good as encoded ones."""
-    folder = {"agent": "agents", "trigger": "triggers"}.get(scope, scope)
-    return "/".join(["/policies", folder, *([] if name is None else [_segment(name)]), *more])
-
-
-def _segment(name: str) -> str:
-    return quote(_encodable(name), safe="")
-
-
-def _encodable(text: str) -> str:
-    """An argument that is no UTF-8 comes with halves of characters in their places; no name has those."""
-    return text.encode(errors="replace").decode()
-
-
-def host_of(url: str) -> str:
-    """Raises ConfigError when this is no URL of a server."""
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, UnicodeError) as wrong:
-        raise ConfigError(str(wrong)) from None
-    if parsed.scheme not in {"http", "https"} or not parsed.host:
-        raise ConfigError("the URL must be http://HOST:PORT or https://HOST")
-    return parsed.host
-
-
-class _HideTokens(logging.Filter):
-    """The library logs every URL at level INFO, and whoever has a lease's token can end the lease."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.args, tuple):
-            record.args = tuple(
-                _TOKEN.sub(r"\1***", str(value)) if isinstance(value, httpx.URL) else value for value in record.args
-            )
-        return True
-
-
-logging.getLogger("httpx").addFilter(_HideTokens())
+def _sleep(pause: Pause, token: Cancellation | None) -> bool:
+    """Whether it was ended by its `stop`. Raises Aborted."""
+    if pause.stop is not None:
+        return pause.stop.wait(pause.seconds)
+    if token is None:
+        time.sleep(max(pause.seconds, 0.0))
+    elif token.wait(pause.seconds):
+        token.raise_if_cancelled()
+    return False

@@ -13,23 +13,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from orchestrator.client.api import Api, lease_path
 from orchestrator.client.errors import LeaseDenied, Refused, ServerUnreachable
+from orchestrator.client.paths import lease_path
+from orchestrator.client.patience import AWAY_S, BUSY, RETRY_S
+from orchestrator.client.steps import Operation, Pause, Request
+from orchestrator.client.wire import Contact
 from orchestrator.errors import OrchestratorError
 from orchestrator.names import is_name
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which a server that did answer before may be away while we wait for a lease: it restarts.
-AWAY_S = 120.0
-#: Seconds before the next try where the server does not say.
-RETRY_S = 1.0
 #: Holders stop this part of the time to live before the end, but at most so many seconds: memory that is given to
 #: others must be out of use by then.
 MARGIN, MARGIN_MAX_S = 0.2, 5.0
-
-#: Answers that mean: later.
-BUSY = frozenset({429, 503})
 
 
 def this_node() -> str:
@@ -97,18 +93,19 @@ class NotNow:
 class Asking:
     """One caller's wait. `on_wait` is told each reason that differs from the last."""
 
-    def __init__(self, api: Api, wanted: Wanted, wait_s: float | None, on_wait: Callable[[str], None] | None) -> None:
-        self._api, self._wanted = api, wanted
+    def __init__(
+        self, contact: Contact, wanted: Wanted, wait_s: float | None, on_wait: Callable[[str], None] | None
+    ) -> None:
+        self._contact, self._wanted = contact, wanted
         self._on_wait = on_wait or _log_wait
         self._began = time.monotonic()
         self._deadline = float("inf") if wait_s is None else self._began + wait_s
-        self._answered_at: float | None = None
         self._told = ""
 
-    def wait(self) -> Grant:
+    def wait(self) -> Operation[Grant]:
         """Raises LeaseDenied, ServerUnreachable, or Refused for a request that waiting does not mend."""
         while True:
-            answer = self._ask()
+            answer = yield from self._ask()
             if isinstance(answer, Grant):
                 return answer
             left = self._deadline - time.monotonic()
@@ -116,32 +113,31 @@ class Asking:
                 raise answer.error or LeaseDenied(answer.reason, time.monotonic() - self._began)
             self._tell(answer.reason)
             # Never earlier than told, and not all who wait at the same moment.
-            time.sleep(min(left, answer.retry_after_s * random.uniform(1.0, 1.5)))
+            yield Pause(min(left, answer.retry_after_s * random.uniform(1.0, 1.5)))
 
-    def _ask(self) -> Grant | NotNow:
+    def _ask(self) -> Operation[Grant | NotNow]:
         asked_at = time.monotonic()
         try:
-            answer = self._api.post("/leases", self._wanted.body())
+            answer = yield Request("POST", "/leases", body=self._wanted.body())
         except ServerUnreachable as away:
-            if self._answered_at is None or time.monotonic() - self._answered_at > AWAY_S:
+            since = self._contact.answered_at
+            if since is None or time.monotonic() - since > AWAY_S:
                 raise
             return NotNow(str(away), RETRY_S, away)
         except Refused as refused:
             if refused.status not in BUSY:
                 raise
-            self._answered_at = time.monotonic()
             return NotNow(str(refused), refused.retry_after_s or RETRY_S, refused)
-        self._answered_at = time.monotonic()
         if not answer["granted"]:
             return NotNow(str(answer["reason"]), float(answer["retry_after"]))
-        return self._in_time(_grant(answer, self._wanted.ttl_seconds, asked_at))
+        return (yield from self._in_time(_grant(answer, self._wanted.ttl_seconds, asked_at)))
 
-    def _in_time(self, grant: Grant) -> Grant | NotNow:
+    def _in_time(self, grant: Grant) -> Operation[Grant | NotNow]:
         """A lease that is nearly over when its answer arrives is no lease."""
         if time.monotonic() < grant.until:
             return grant
         with suppress(OrchestratorError):
-            self._api.post(lease_path(grant.token, "release"))
+            yield Request("POST", lease_path(grant.token, "release"))
         return NotNow(f"the answer took as long as the lease lasts ({grant.ttl_s:g} s)", RETRY_S)
 
     def _tell(self, reason: str) -> None:

@@ -5,6 +5,7 @@ OrchestratorError
 │   └── ServerUnreachable  server_unreachable   no answer: wrong address, or nothing runs there
 ├── Refused                the server's code    the server answered, and the answer is no
 ├── JobsRefused            jobs_refused         of many jobs some were not let in; the others were
+├── NotEnded               not_ended            what was waited for has not ended in the time given; a TimeoutError too
 └── LeaseDenied            lease_denied         no GPU has room, for as long as the caller would wait
 BaseException
 └── LeaseLost              lease_lost           stop using the GPU now: it may be given to others
@@ -12,10 +13,11 @@ BaseException
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import httpx
 
+from orchestrator.client.answers import Submitted
 from orchestrator.errors import OrchestratorError, Unavailable
 from orchestrator.settings import safe_url
 
@@ -54,11 +56,22 @@ class JobsRefused(OrchestratorError):
 
     code = "jobs_refused"
 
-    def __init__(self, answers: list[dict[str, Any]]) -> None:
+    def __init__(self, answers: Sequence[Submitted]) -> None:
         refused = [answer["error"] for answer in answers if "error" in answer]
         first = f"{refused[0].get('code')}: {refused[0].get('detail')}"
         super().__init__(f"{len(refused)} of {len(answers)} jobs were refused; the first with {first}")
-        self.answers = answers
+        self.answers = list(answers)
+
+
+class NotEnded(OrchestratorError, TimeoutError):
+    """`waiting` are those that go on: jobs, or a workflow."""
+
+    code = "not_ended"
+
+    def __init__(self, waiting: Sequence[str], count: int, timeout_s: float) -> None:
+        which = f"{waiting[0]!r} has" if count == 1 else f"{len(waiting)} of {count} have"
+        super().__init__(f"{which} not ended within {timeout_s:g} s; wait again, or cancel")
+        self.waiting = list(waiting)
 
 
 class LeaseDenied(OrchestratorError):

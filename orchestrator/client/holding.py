@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
@@ -9,14 +10,19 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypedDict, TypeVar, Unpack
 
 from orchestrator.client import interrupt
-from orchestrator.client.api import Api, default_url
+from orchestrator.client.aio import AsyncApi
+from orchestrator.client.api import Api
 from orchestrator.client.asking import Asking, Grant, Wanted, this_node, this_user
 from orchestrator.client.errors import LeaseLost
+from orchestrator.client.interrupt import InTask, Interrupt
 from orchestrator.client.keeper import Keeper
+from orchestrator.client.paths import default_url
+from orchestrator.client.steps import Operation
 from orchestrator.client.visible import visible
+from orchestrator.client.wire import Contact
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +33,10 @@ R = TypeVar("R")
 class Held:
     """A lease that is held. It belongs to the process and the thread that took it."""
 
-    def __init__(self, grant: Grant, api: Api, on_lost: Callable[[Held], None] | None) -> None:
+    def __init__(
+        self, grant: Grant, api: Api, on_lost: Callable[[Held], None] | None, how: Interrupt | None = None
+    ) -> None:
+        """`how` its holder is interrupted: by default as suits the thread."""
         self.mode = grant.mode
         self.node_id = grant.node_id
         self.gpu_uuids = grant.gpu_uuids
@@ -37,7 +46,7 @@ class Held:
         self.reason: str | None = None
         self._on_lost = on_lost
         self._pid = os.getpid()
-        self._interrupt = interrupt.of_this_thread() if on_lost is None else None
+        self._interrupt = None if on_lost is not None else how or interrupt.of_this_thread()
         self._keeper = Keeper(api, grant, self._lose)
         visible.show(self, grant.gpu_uuids)
 
@@ -77,7 +86,7 @@ class Held:
 
 
 class Leasing:
-    """What `lease` returns: a context manager, and a decorator that takes a lease for each call."""
+    """What `lease` returns: a context manager of both kinds, and a decorator that takes a lease for each call."""
 
     def __init__(
         self,
@@ -90,13 +99,35 @@ class Leasing:
         self._wanted, self._url, self._wait_s = wanted, url, wait_s
         self._on_lost, self._on_wait = on_lost, on_wait
         self._held: Held | None = None
+        self._in_task: InTask | None = None
 
     def __enter__(self) -> Held:
-        if self._held is not None:
-            raise RuntimeError("this lease is taken already; call lease(…) again for another one")
+        self._check_free()
         api = Api(self._url)
         try:
-            held = Held(Asking(api, self._wanted, self._wait_s, self._on_wait).wait(), api, self._on_lost)
+            grant = api.run(self._asking(api.contact))
+        except BaseException:
+            api.close()
+            raise
+        return self._hold(grant, api)
+
+    async def __aenter__(self) -> Held:
+        self._check_free()
+        async with AsyncApi(self._url) as api:
+            grant = await api.run(self._asking(api.contact))
+        self._in_task = InTask()
+        return self._hold(grant, Api(self._url))
+
+    def _check_free(self) -> None:
+        if self._held is not None:
+            raise RuntimeError("this lease is taken already; call lease(…) again for another one")
+
+    def _asking(self, contact: Contact) -> Operation[Grant]:
+        return Asking(contact, self._wanted, self._wait_s, self._on_wait).wait()
+
+    def _hold(self, grant: Grant, api: Api) -> Held:
+        try:
+            held = Held(grant, api, self._on_lost, self._in_task)
         except BaseException:
             api.close()
             raise
@@ -124,6 +155,24 @@ class Leasing:
         if error is None and self._on_lost is None:
             held.check()
 
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held, in_task = self._held, self._in_task
+        assert held is not None
+        assert in_task is not None
+        in_task.close()
+        self._held = self._in_task = None
+        # Releasing waits for an answer, in a thread; whoever cancels us meanwhile waits for that, too.
+        leaving = asyncio.get_running_loop().run_in_executor(None, held.leave)
+        cancelled = await _to_its_end(leaving)
+        if in_task.arrived() and (cancelled or isinstance(error, asyncio.CancelledError)):
+            raise LeaseLost(held.reason or "")  # whose event may not be set yet
+        if cancelled:
+            raise asyncio.CancelledError
+        if error is None and self._on_lost is None:
+            held.check()
+
     def __del__(self) -> None:
         """The error may come between the last step of the block and the first of `__exit__`, which then never runs."""
         if self._held is not None and self._held.lost.is_set():
@@ -131,7 +180,7 @@ class Leasing:
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.iscoroutinefunction(function):
-            raise TypeError("a lease decorates plain functions; use `with lease(…)` inside of the coroutine")
+            raise TypeError("a lease decorates plain functions; use `async with lease(…)` inside of the coroutine")
 
         @functools.wraps(function)
         def leased(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -141,34 +190,49 @@ class Leasing:
         return leased
 
 
-def lease(
-    min_memory_mb: int,
-    *,
-    agent: str | None = None,
-    ttl_seconds: float = 60.0,
-    gpu_count: int = 1,
-    cpu_fallback: bool = False,
-    node_id: str | None = None,
-    url: str | None = None,
-    wait_s: float | None = None,
-    on_lost: Callable[[Held], None] | None = None,
-    on_wait: Callable[[str], None] | None = None,
-) -> Leasing:
-    """GPU memory for a block of code, or for each call of a function that it decorates.
+async def _to_its_end(work: asyncio.Future[None]) -> bool:
+    """Whether somebody wanted to cancel us meanwhile."""
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            cancelled = True
+    work.result()
+    return cancelled
+
+
+class LeaseOptions(TypedDict, total=False):
+    """See `lease`."""
+
+    agent: str | None
+    ttl_seconds: float
+    gpu_count: int
+    cpu_fallback: bool
+    node_id: str | None
+    wait_s: float | None
+    on_lost: Callable[[Held], None] | None
+    on_wait: Callable[[str], None] | None
+
+
+def lease(min_memory_mb: int, *, url: str | None = None, **options: Unpack[LeaseOptions]) -> Leasing:
+    """GPU memory for a block of code (`with`, or `async with`), or for each call of a function that it decorates.
 
     Take it before the first call of CUDA: inside, CUDA_VISIBLE_DEVICES names the leased GPUs (nothing, for a lease of
     the CPU), for this process and those it starts. It is renewed by itself and released at the end of the block.
 
     agent, node_id, url: who asks (default: the user), for which machine (ORCH_NODE_ID, or the name of this host: a
     lease is of use only where the process runs), which server (GPUORCH_URL, or the local one).
-    ttl_seconds: how long the memory stays taken when this process dies.
-    wait_s: how long to wait for room; None waits for as long as it takes, 0 asks once. `on_wait` is told the reason
-    whenever it changes.
+    gpu_count, cpu_fallback: on how many GPUs (1), or on the CPU if there is no room.
+    ttl_seconds: how long the memory stays taken when this process dies (60).
+    wait_s: how long to wait for room; None, the default, waits for as long as it takes, 0 asks once. `on_wait` is told
+    the reason whenever it changes.
     on_lost: called instead of raising, from a thread of the client's own.
 
     When the lease is lost (ended by the server, or not renewed in time because the server is away) LeaseLost is raised
-    in the thread that took it, shortly before others may be given the memory; see `orchestrator.client.interrupt` for
-    what cannot be interrupted. The other threads and child processes of the block are the holder's to stop.
+    in the thread or task that took it, shortly before others may be given the memory; see
+    `orchestrator.client.interrupt` for what cannot be interrupted. The other threads and child processes of the block
+    are the holder's to stop.
 
     A forked child works under its parent's lease: the threads that keep it do not exist there, nothing is raised, and
     leaving the block releases nothing. Let the parent end its children when it loses the lease.
@@ -177,10 +241,11 @@ def lease(
     """
     wanted = Wanted(
         min_memory_mb=min_memory_mb,
-        agent=agent or this_user(),
-        ttl_seconds=ttl_seconds,
-        gpu_count=gpu_count,
-        cpu_fallback=cpu_fallback,
-        node_id=node_id or this_node(),
+        agent=options.get("agent") or this_user(),
+        ttl_seconds=options.get("ttl_seconds", 60.0),
+        gpu_count=options.get("gpu_count", 1),
+        cpu_fallback=options.get("cpu_fallback", False),
+        node_id=options.get("node_id") or this_node(),
     )
-    return Leasing(wanted, url or default_url(), wait_s, on_lost, on_wait)
+    waits = options.get("wait_s"), options.get("on_lost"), options.get("on_wait")
+    return Leasing(wanted, url or default_url(), *waits)

@@ -6,8 +6,10 @@
 - In any other thread by the interpreter's own way (PyThreadState_SetAsyncExc): between two steps of Python code, so a
   thread that waits hears of it when its wait is over.
 
-Neither reaches into a call of a C library that does not return (a CUDA kernel, an endless read in a driver): the error
-is raised when it returns. Whoever must not wait for that runs the work in a process of its own: `gpuorch run`.
+- In a task of an event loop by cancelling it, as `asyncio.timeout` does: `async with` makes LeaseLost of that.
+
+None of them reaches into a call of a C library that does not return (a CUDA kernel, an endless read in a driver): the
+error is raised when it returns. Whoever must not wait for that runs the work in a process of its own: `gpuorch run`.
 
 Nothing is ever raised outside of the lease's block: `close` is called when the block is left, and an error on its way
 arrives inside of `close`.
@@ -15,6 +17,7 @@ arrives inside of `close`.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import signal
 import threading
@@ -92,6 +95,33 @@ class AtNextStep:
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
+
+
+class InTask:
+    """The task that runs now. Leaving the block makes LeaseLost of the cancellation, by `arrived`."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._loop = task, asyncio.get_running_loop()
+        self._before = task.cancelling()
+        self._sent = self._closed = False
+
+    def send(self, reason: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody runs there any more
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def arrived(self) -> bool:
+        """Whether the task was cancelled by us, and by nobody else."""
+        return self._sent and self._task.uncancel() <= self._before
+
+    def _cancel(self) -> None:
+        if not self._closed and not self._sent:
+            self._sent = True
+            self._task.cancel()
 
 
 class BySignal:

@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from orchestrator.client.api import TIMEOUT_S, Api, lease_path
+from orchestrator.client.api import Api
 from orchestrator.client.asking import Grant
 from orchestrator.client.errors import Refused
+from orchestrator.client.paths import lease_path
+from orchestrator.client.steps import TIMEOUT_S
 from orchestrator.errors import OrchestratorError, Unavailable
 
 log = logging.getLogger(__name__)

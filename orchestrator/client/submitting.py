@@ -7,141 +7,152 @@ and content again is the same job.
 from __future__ import annotations
 
 import json
-import logging
-import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, overload
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, overload
 
-from orchestrator.client.api import Api, default_url
-from orchestrator.client.asking import AWAY_S, BUSY, RETRY_S
-from orchestrator.client.errors import JobsRefused, Refused, ServerUnreachable
+from orchestrator import limits
+from orchestrator.cancellation import Cancellation
+from orchestrator.client.answers import Submitted
+from orchestrator.client.api import Api
+from orchestrator.client.errors import JobsRefused, Refused
+from orchestrator.client.operations import Door, Noun, operation
+from orchestrator.client.paths import default_url
+from orchestrator.client.patience import BUSY, RETRY_S, Later, Patience, spread
+from orchestrator.client.steps import Fan, Operation, Request
 from orchestrator.jobs import new_job_id
-
-log = logging.getLogger(__name__)
 
 #: Seconds without a job that gets in, after which a caller gives up.
 PATIENCE_S = 300.0
-#: Jobs and characters of one request; servers take more by default.
-BATCH, BATCH_CHARACTERS = 500, 4_000_000
+#: Jobs and bytes of one request; servers take more by default.
+BATCH, BATCH_BYTES = 500, 4_000_000
+#: Bytes of the batches that are in the house together.
+PENDING_BYTES = 4 * BATCH_BYTES
+#: Refusals of a whole request that may be meant for one of its jobs: what it is, its size, its content.
+NOT_FOR_ALL = frozenset({400, 413, 422})
 #: Seconds in which those that may come again gather for one request.
 GATHER_S = 0.2
 
-Job = Mapping[str, Any]
-Answer = dict[str, Any]
+JobBody: TypeAlias = Mapping[str, Any]
+Jobs: TypeAlias = Iterable[JobBody] | AsyncIterable[JobBody]
 
 
 @overload
-def submit(jobs: Job, url: str | None = None, *, patience_s: float = PATIENCE_S) -> Answer: ...
+def submit(jobs: JobBody, url: str | None = None, *, patience_s: float = PATIENCE_S) -> Submitted: ...
 @overload
-def submit(jobs: Sequence[Job], url: str | None = None, *, patience_s: float = PATIENCE_S) -> list[Answer]: ...
+def submit(jobs: Iterable[JobBody], url: str | None = None, *, patience_s: float = PATIENCE_S) -> list[Submitted]: ...
 
 
 def submit(
-    jobs: Job | Sequence[Job], url: str | None = None, *, patience_s: float = PATIENCE_S
-) -> Answer | list[Answer]:
+    jobs: JobBody | Iterable[JobBody], url: str | None = None, *, patience_s: float = PATIENCE_S
+) -> Submitted | list[Submitted]:
     """Submit a job, or many; the server's answer for each, in order: `job_id`, `status`, `created`.
 
     A server that says "later" (an agent's rate, a pause, one that restarts) is asked again then, for up to
     `patience_s` seconds since a job got in. Raises Refused (one job), JobsRefused (many; its `answers` say which got
     in), or ServerUnreachable.
     """
-    with closing(Api(url or default_url())) as api:
+    with Api(url or default_url()) as api:
         submitting = Submitting(api, patience_s)
         return submitting.one(jobs) if isinstance(jobs, Mapping) else submitting.all(jobs)
 
 
-@dataclass(frozen=True)
-class Later:
-    retry_after_s: float
-    error: Refused | ServerUnreachable
+class Encoded(NamedTuple):
+    """A job as it is sent: its id, and all of it as JSON."""
+
+    job_id: str
+    text: bytes
 
 
-class Submitting:
-    """One caller's submits. `on_wait` is told each reason that differs from the last."""
+class Submitting(Noun[Door]):
+    """One caller's submits. `on_wait` is told each reason that differs from the last.
 
-    def __init__(self, api: Api, patience_s: float = PATIENCE_S, on_wait: Callable[[str], None] | None = None) -> None:
-        self._api, self._patience_s = api, patience_s
-        self._on_wait = on_wait or _log_wait
-        self._answered_at: float | None = None
-        self._progress_at = time.monotonic()
-        self._told = ""
+    `away_s`: for so long may a server that answered before be away. Threads may share one, and then have patience
+    together. With a `stop` that is cancelled nobody waits any more.
+    """
 
-    def one(self, job: Job) -> Answer:
+    def __init__(
+        self,
+        door: Door,
+        patience_s: float = PATIENCE_S,
+        on_wait: Callable[[str], None] | None = None,
+        *,
+        away_s: float | None = None,
+        stop: Cancellation | None = None,
+    ) -> None:
+        super().__init__(door)
+        self._patience = Patience(door.contact, patience_s, on_wait, away_s=away_s, stop=stop)
+
+    @operation
+    def one(self, job: JobBody) -> Operation[Submitted]:
         """Raises Refused or ServerUnreachable."""
-        body = _identified(job)
-        while True:
-            answer: Answer | Later = self._ask("/jobs/submit", body)
-            if not isinstance(answer, Later):
-                return answer
-            if not self._wait_until(time.monotonic() + _spread(answer.retry_after_s), str(answer.error)):
-                raise answer.error
+        return self._patience.insist(_request("/jobs/submit", encode(job).text))
 
-    def all(self, jobs: Sequence[Job]) -> list[Answer]:
+    @operation
+    def all(self, jobs: Jobs, *, threads: int = 1) -> Operation[list[Submitted]]:
         """Raises JobsRefused or ServerUnreachable."""
-        round_ = _Round([_identified(job) for job in jobs])
+        answers: list[Submitted] = yield self.fan(jobs, threads)
+        if any("error" in answer for answer in answers):
+            raise JobsRefused(answers)
+        return answers
+
+    @operation
+    def encoded(self, jobs: Sequence[Encoded]) -> Operation[list[Submitted]]:
+        """The server's answer to each, in order: those with an `error` are not stored, for now (`BUSY`) or for good.
+
+        Raises ServerUnreachable.
+        """
+        return self._encoded(jobs)
+
+    def fan(self, jobs: Jobs, threads: int) -> Fan:
+        """Batches of them as they come, `threads` at a time: one keeps their order."""
+        return Fan(
+            batched(jobs),
+            self._encoded,
+            limits.of_this_process(threads).io,
+            PENDING_BYTES,
+            lambda batch: sum(len(job.text) for job in batch),
+            "submit",
+        )
+
+    def _encoded(self, jobs: Sequence[Encoded]) -> Operation[list[Submitted]]:
+        round_ = _Round(jobs)
         while round_.due:
-            now = time.monotonic()
-            places = round_.next_batch(now)
+            places = round_.next_batch(time.monotonic())
             if places:
-                self._send(round_, places)
-            elif not self._wait_until(min(round_.due.values()) + GATHER_S, round_.reason):
+                yield from self._send(round_, places)
+            elif not (yield from self._patience.wait_until(min(round_.due.values()) + GATHER_S, round_.reason)):
                 break
-        if any("error" in answer for answer in round_.answers):
-            raise JobsRefused(round_.answers)
         return round_.answers
 
-    def _send(self, round_: _Round, places: list[int]) -> None:
+    def _send(self, round_: _Round, places: list[int]) -> Operation[None]:
+        body = b'{"jobs":[%s]}' % b",".join(round_.jobs[place].text for place in places)
         try:
-            answer = self._ask("/jobs/submit_batch", {"jobs": [round_.bodies[place] for place in places]})
+            answer = yield from self._patience.ask(_request("/jobs/submit_batch", body))
         except Refused as refused:  # all of them, for a reason that waiting does not mend
+            if refused.status in NOT_FOR_ALL and len(places) > 1:
+                # Perhaps because of one of them.
+                half = len(places) // 2
+                yield from self._send(round_, places[:half])
+                yield from self._send(round_, places[half:])
+                return
             problem = {"status": refused.status, "code": refused.code, "detail": str(refused)}
             answer = {"jobs": [{"error": problem}] * len(places)}
         if isinstance(answer, Later):
             problem = {"status": 503, "code": answer.error.code, "detail": str(answer.error)}
             answer = {"jobs": [{"error": problem | {"retry_after": answer.retry_after_s}}] * len(places)}
         if round_.take(places, answer["jobs"]):
-            self._progress_at = time.monotonic()
-
-    def _ask(self, path: str, body: Mapping[str, object]) -> Any:
-        """The answer, or when to ask again. Raises Refused when waiting does not help, or ServerUnreachable."""
-        try:
-            answer = self._api.post(path, body)
-        except ServerUnreachable as away:
-            since = self._answered_at
-            if time.monotonic() - since > AWAY_S if since is not None else not away.sent:
-                raise
-            return Later(RETRY_S, away)
-        except Refused as refused:
-            self._answered_at = time.monotonic()
-            if refused.status not in BUSY:
-                raise
-            return Later(refused.retry_after_s or RETRY_S, refused)
-        self._answered_at = time.monotonic()
-        return answer
-
-    def _wait_until(self, moment: float, reason: str) -> bool:
-        """False, at once, when that is later than anybody would wait."""
-        if moment > self._progress_at + self._patience_s:
-            return False
-        if reason != self._told:
-            self._told = reason
-            self._on_wait(reason)
-        time.sleep(max(moment - time.monotonic(), 0.0))
-        return True
+            self._patience.progress()
 
 
 class _Round:
     """Many jobs on their way: what was answered to each, and when those that must wait may come again."""
 
-    def __init__(self, bodies: list[dict[str, Any]]) -> None:
-        self.bodies = bodies
-        self.answers: list[Answer] = [{} for _ in bodies]
-        self.due = dict.fromkeys(range(len(bodies)), 0.0)
+    def __init__(self, jobs: Sequence[Encoded]) -> None:
+        self.jobs = jobs
+        self.answers: list[Submitted] = [{"job_id": job.job_id} for job in jobs]
+        self.due = dict.fromkeys(range(len(jobs)), 0.0)
         self.reason = ""
-        self._sizes = [len(json.dumps(body)) for body in bodies]
 
     def next_batch(self, now: float) -> list[int]:
         """Those that may be sent, in order, as far as they fit into one request."""
@@ -150,34 +161,68 @@ class _Round:
         for place, moment in self.due.items():
             if moment > now:
                 continue
-            size += self._sizes[place]
-            if places and (len(places) >= BATCH or size > BATCH_CHARACTERS):
+            size += len(self.jobs[place].text)
+            if places and (len(places) >= BATCH or size > BATCH_BYTES):
                 break
             places.append(place)
         return places
 
-    def take(self, places: Sequence[int], answers: Sequence[Answer]) -> bool:
+    def take(self, places: Sequence[int], answers: Sequence[Any]) -> bool:
         """Whether any got in."""
-        now, spread = time.monotonic(), _spread(1.0)  # one for all: neighbours keep their order
+        now, moment = time.monotonic(), spread(1.0)  # one for all: neighbours keep their order
         for place, answer in zip(places, answers, strict=True):
-            self.answers[place] = {"job_id": self.bodies[place]["job_id"]} | answer
+            self.answers[place] = {"job_id": self.jobs[place].job_id} | answer
             error = answer.get("error")
             if error is None or error.get("status") not in BUSY:
                 del self.due[place]
             else:
                 self.reason = str(error.get("detail"))
-                self.due[place] = now + spread * float(error.get("retry_after") or RETRY_S)
+                self.due[place] = now + moment * float(error.get("retry_after") or RETRY_S)
         return any("error" not in answer for answer in answers)
 
 
-def _identified(job: Job) -> dict[str, Any]:
-    return dict(job) | {"job_id": job.get("job_id") or new_job_id()}
+def encode(job: JobBody) -> Encoded:
+    job_id = job.get("job_id") or new_job_id()
+    return Encoded(str(job_id), json.dumps(dict(job) | {"job_id": job_id}).encode())
 
 
-def _spread(seconds: float) -> float:
-    """Never earlier than told, and not all who wait at the same moment."""
-    return seconds * random.uniform(1.0, 1.1)
+def batched(jobs: Jobs) -> Iterable[list[Encoded]] | AsyncIterable[list[Encoded]]:
+    """As many as go into one request, taken as they are asked for."""
+    return _batches_to_come(jobs) if isinstance(jobs, AsyncIterable) else _batches(jobs)
 
 
-def _log_wait(reason: str) -> None:
-    log.info("waiting to submit: %s", reason)
+def _batches(jobs: Iterable[JobBody]) -> Generator[list[Encoded], None, None]:
+    gathered = _Gathered()
+    for job in jobs:
+        if full := gathered.add(encode(job)):
+            yield full
+    if gathered.batch:
+        yield gathered.batch
+
+
+async def _batches_to_come(jobs: AsyncIterable[JobBody]) -> AsyncGenerator[list[Encoded], None]:
+    gathered = _Gathered()
+    async for job in jobs:
+        if full := gathered.add(encode(job)):
+            yield full
+    if gathered.batch:
+        yield gathered.batch
+
+
+class _Gathered:
+    def __init__(self) -> None:
+        self.batch: list[Encoded] = []
+        self._size = 0
+
+    def add(self, job: Encoded) -> list[Encoded]:
+        """What must go before it, if anything has to."""
+        full: list[Encoded] = []
+        if self.batch and (len(self.batch) >= BATCH or self._size + len(job.text) > BATCH_BYTES):
+            full, self.batch, self._size = self.batch, [], 0
+        self.batch.append(job)
+        self._size += len(job.text)
+        return full
+
+
+def _request(path: str, body: bytes) -> Request:
+    return Request("POST", path, body=body, repeatable=True)

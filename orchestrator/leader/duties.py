@@ -20,6 +20,7 @@ from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
 from orchestrator.leader.recurring import fire_schedules
 from orchestrator.leader.replicas import Replicas
 from orchestrator.leader.term import Term
+from orchestrator.leader.workflows import tend
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import caps, dead_letters, gatekeeper, gates, leases, nodes, outbox, reports, withdraw
@@ -275,6 +276,11 @@ def tell_dead_letters(context: DutyContext) -> int:
     return len(told)
 
 
+def tend_workflows(context: DutyContext) -> int:
+    """End workflows whose time is over, go on with those being stopped or started over, make jobs of added tasks."""
+    return tend(context.term, context.settings, context.retry_policy, context.policies, context.publisher, context.hub)
+
+
 def fire_due(context: DutyContext) -> int:
     """Submit what schedules want to run now, and tell their lanes."""
     created = fire_schedules(context.term, context.settings, context.retry_policy, context.admission, BATCH)
@@ -303,6 +309,7 @@ DUTIES = (
     Duty("expire", lambda settings: settings.publish_interval_s, expire),
     Duty("gates", lambda settings: 2 * settings.publish_interval_s, tend_gates),
     Duty("dead_letters", lambda settings: settings.publish_interval_s, tell_dead_letters),
+    Duty("workflows", lambda settings: settings.publish_interval_s, tend_workflows),
     Duty("schedules", lambda _settings: SCHEDULES_INTERVAL_S, fire_due),
     Duty("forget_workers", lambda _settings: FORGET_INTERVAL_S, forget_workers),
     Duty("forget_caps", lambda _settings: FORGET_INTERVAL_S, forget_caps),

@@ -124,8 +124,8 @@ class Ruling:
 
     def committed(self) -> None:
         """Call it then, and not before: what was rolled back did not happen."""
-        for decision in self._decisions:
-            metrics.admission_decided(*label(decision))
+        for (decision, reason), count in Counter(map(label, self._decisions)).items():
+            metrics.admission_decided(decision, reason, count)
         self._admission.remember(self._rates.levels)
 
     def _apply(self, conn: Connection, book: Book, fresh: Sequence[NewJob], step: Step) -> None:

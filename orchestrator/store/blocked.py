@@ -1,4 +1,4 @@
-"""Jobs that wait for something other than a slot: a cap with room, a gate that opens, a quiet hour.
+"""Jobs that wait for something other than a slot: a cap with room, a gate that opens, a quiet hour, other tasks.
 
 They stand outside of their lane's order, so that nobody reads past them however many there are; each names the one
 thing it waits for, and whoever changes that thing lets the first of them go, in order of rank.
@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select, update
 
 from orchestrator.jobs import Queued
-from orchestrator.store.dialect import by_key, walking
+from orchestrator.store.dialect import by_key, utc_shift, walking
 from orchestrator.store.moves import LATEST_START
 from orchestrator.store.schema import jobs
+
+#: What a task waits for that needs others.
+TASKS = "tasks"
+#: Seconds after which a job that must meet the gates is due.
+SOON_S = 0.001
+#: It wants quiet or costs units: it meets the leader's gates as a job that becomes due does.
+GATED = or_(jobs.c.constraints.is_not(None), jobs.c.cost_units > 0)
 
 _PARKABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
 
@@ -62,6 +69,14 @@ def let_go(conn: Connection, job_ids: Sequence[str]) -> None:
     if job_ids:
         waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(job_ids), jobs.c.queued == Queued.BLOCKED)
         conn.execute(waiting.values(queued=Queued.READY, blocked_on=None, wait_reason=None, start_by=LATEST_START))
+
+
+def let_gated_go(conn: Connection, job_ids: Sequence[str]) -> None:
+    """Blocked → delayed, for a moment: what is due then meets the gates."""
+    if job_ids:
+        waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(job_ids), jobs.c.queued == Queued.BLOCKED)
+        due = utc_shift(SOON_S)
+        conn.execute(waiting.values(queued=Queued.DELAYED, blocked_on=None, wait_reason=None, not_before=due))
 
 
 def wait_elsewhere(conn: Connection, job_ids: Sequence[str], on: str, reason: str) -> None:

@@ -50,6 +50,8 @@ class Claim(NamedTuple):
     batch: str = ""
     #: The capped keys that it counts for until its attempt ends.
     caps: tuple[str, ...] = ()
+    #: The workflow that it is a task of.
+    workflow_id: str | None = None
 
     @property
     def shares(self) -> bool:
@@ -107,6 +109,7 @@ _OFFERED = Hot(
                 jobs.c.rank,
                 _ALONE,
                 jobs.c.concurrency_keys,
+                jobs.c.workflow_id,
             ).label("options"),
         )
         .where(
@@ -139,6 +142,7 @@ class _Offered(NamedTuple):
     #: It brought a process down, or was there when one died: it shares a call with nobody.
     alone: int
     concurrency_keys: str | None
+    workflow_id: str | None
 
 
 def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
@@ -401,6 +405,7 @@ def _claim_of(row: _Offered, lease: Granted | None, batch: str) -> Claim:
         row.trace_context,
         lease,
         batch,
+        workflow_id=row.workflow_id,
     )
 
 

@@ -6,18 +6,19 @@ least once; the rows here are the truth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, select, update
 
 from orchestrator import jobs as job_rules
 from orchestrator.dead_letters import DeadLetter
-from orchestrator.errors import JobNotFound, NotRedrivable, RedriveLimit
-from orchestrator.jobs import Status
+from orchestrator.errors import JobNotFound, NotRedrivable, RedriveLimit, TaskOfWorkflow
+from orchestrator.jobs import TERMINAL, Arrow, Status
 from orchestrator.store import audit, leases, ownership, paging
+from orchestrator.store.blocked import GATED, SOON_S
 from orchestrator.store.dialect import by_key, in_order, walking
 from orchestrator.store.moves import by_attempt, move
 from orchestrator.store.schema import dead_letters, jobs
@@ -150,12 +151,14 @@ def _by_time(query: Select[Any], wanted: Filter) -> Select[Any]:
     return beside if wanted.job_ids else walking(beside, dead_letters, "ix_dead_letters_time")
 
 
-#: Seconds after which a job that must meet the gates is due.
-SOON_S = 0.001
-_GATED = or_(jobs.c.constraints.is_not(None), jobs.c.cost_units > 0).label("gated")
+_GATED = GATED.label("gated")
 
 
-class _Found(NamedTuple):
+#: The audit row of a letter that is forgotten.
+PURGED = "job.purged"
+
+
+class Found(NamedTuple):
     """A job that ended, locked."""
 
     job_id: str
@@ -165,6 +168,8 @@ class _Found(NamedTuple):
     lane: str
     #: It wants quiet or costs units: it meets the gates again, as a job that becomes due does.
     gated: bool
+    status: str = Status.DEAD_LETTER
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,12 +182,12 @@ class Removed:
 
 
 def matching(conn: Connection, wanted: Filter, limit: int, redrive_max: int | None = None) -> list[str]:
-    """The oldest letters that are meant; with `redrive_max`, only those that may start over.
+    """The oldest letters that are meant; with `redrive_max`, only those that may start over by themselves.
 
     Whoever changes them names them: a transaction that runs again after a lost answer then meets its own work,
     not the next letters.
     """
-    again = [] if redrive_max is None else [jobs.c.redrives < redrive_max]
+    again = [] if redrive_max is None else [jobs.c.redrives < redrive_max, jobs.c.workflow_id.is_(None)]
     return list(
         conn.execute(
             _by_time(in_order(select(dead_letters.c.job_id)), wanted)
@@ -206,9 +211,27 @@ def redrive(
 
     `delay(n)` is how many seconds the n-th of them waits: a crowd that failed together need not come back together.
     """
-    found = [row for row in _lock(conn, job_ids) if row.redrives < redrive_max]
+    found = [row for row in _lock(conn, job_ids, jobs.c.workflow_id.is_(None)) if row.redrives < redrive_max]
     place = {job_id: n for n, job_id in enumerate(job_ids)}
-    _redrive(conn, found, {row.job_id: delay(place[row.job_id]) for row in found}, actor)
+    delays = {row.job_id: delay(place[row.job_id]) for row in found}
+    _start_over(conn, job_rules.REDRIVE, found, delays, actor)
+    return _removed(found)
+
+
+def redrive_ended(
+    conn: Connection,
+    job_ids: Sequence[str],
+    statuses: Collection[Status],
+    redrive_max: int,
+    delay: Callable[[int], float],
+    actor: str | None,
+) -> Removed:
+    """The same for jobs that ended in one of these states, with a letter or without."""
+    ended = lock_ended(conn, job_ids, jobs.c.workflow_id.is_(None))
+    found = [one for one in ended if one.status in statuses and one.redrives < redrive_max]
+    place = {job_id: n for n, job_id in enumerate(job_ids)}
+    delays = {one.job_id: delay(place[one.job_id]) for one in found}
+    _start_over(conn, job_rules.REDRIVE, found, delays, actor)
     return _removed(found)
 
 
@@ -223,6 +246,8 @@ def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | No
     row = ownership.lock(conn, [job_id]).get(job_id)
     if row is None:
         raise JobNotFound(job_id)
+    if row.workflow_id is not None:
+        raise TaskOfWorkflow(job_id, row.workflow_id)
     if row.status == Status.PENDING and row.redrives == nth:
         return Removed([job_id], {row.lane}, [])
     if row.status not in job_rules.REDRIVE.source:
@@ -230,9 +255,26 @@ def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | No
     if row.redrives >= redrive_max:
         raise RedriveLimit(job_id, redrive_max)
     gated = bool(conn.execute(select(_GATED).where(jobs.c.job_id == job_id)).scalar())
-    found = _Found(job_id, entry_id, row.attempt, row.redrives, row.lane, gated)
-    _redrive(conn, [found], {job_id: 0.0}, actor)
+    found = Found(job_id, entry_id, row.attempt, row.redrives, row.lane, gated)
+    start_over(conn, job_rules.REDRIVE, [found], actor)
     return _removed([found])
+
+
+def lock_ended(conn: Connection, job_ids: Sequence[str], *conditions: ColumnElement[bool]) -> list[Found]:
+    """Those of these that have ended, however they did; their letters before them, as everybody does."""
+    letters = select(dead_letters.c.job_id, dead_letters.c.entry_id).where(dead_letters.c.job_id.in_(job_ids))
+    locked = conn.execute(by_key(letters, dead_letters).with_for_update())
+    entries = {row.job_id: row.entry_id for row in locked}
+    columns = (jobs.c.job_id, jobs.c.attempt, jobs.c.redrives, jobs.c.lane, _GATED, jobs.c.status, jobs.c.optional)
+    ended = by_key(select(*columns), jobs).where(jobs.c.job_id.in_(job_ids), jobs.c.status.in_(sorted(TERMINAL)))
+    rows = conn.execute(ended.where(*conditions).order_by(jobs.c.job_id).with_for_update())
+    return [Found(one.job_id, entries.get(one.job_id), *one[1:]) for one in rows]
+
+
+def start_over(conn: Connection, arrow: Arrow, rows: Sequence[Found], actor: str | None) -> None:
+    """Ended → pending, at once."""
+    if rows:
+        _start_over(conn, arrow, rows, dict.fromkeys([row.job_id for row in rows], 0.0), actor)
 
 
 def purge(conn: Connection, job_ids: Sequence[str], actor: str | None) -> Removed:
@@ -247,11 +289,11 @@ def purge(conn: Connection, job_ids: Sequence[str], actor: str | None) -> Remove
     ids = [row.job_id for row in found]
     conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(ids)))
     conn.execute(delete(jobs).where(jobs.c.job_id.in_(ids), jobs.c.status == Status.DEAD_LETTER))
-    audit.record(conn, [_event("job.purged", row, actor) for row in found])
+    audit.record(conn, [_event(PURGED, row, actor) for row in found])
     return _removed(found)
 
 
-def _lock(conn: Connection, job_ids: Sequence[str]) -> list[_Found]:
+def _lock(conn: Connection, job_ids: Sequence[str], *conditions: ColumnElement[bool]) -> list[Found]:
     """Those of these that are dead letters, oldest first.
 
     Waits for whoever changes one of them: a letter that was passed over would be missing from the count. Letters are
@@ -261,29 +303,31 @@ def _lock(conn: Connection, job_ids: Sequence[str]) -> list[_Found]:
     query = select(*letter, jobs.c.attempt, jobs.c.redrives, jobs.c.lane, _GATED)
     rows = conn.execute(
         by_key(in_order(query).select_from(_BESIDE_ITS_JOB), dead_letters, jobs)
-        .where(dead_letters.c.job_id.in_(job_ids), jobs.c.status == Status.DEAD_LETTER)
+        .where(dead_letters.c.job_id.in_(job_ids), jobs.c.status == Status.DEAD_LETTER, *conditions)
         .order_by(dead_letters.c.buried_at, dead_letters.c.job_id)
         .with_for_update()
     )
-    return [_Found(*row) for row in rows]
+    return [Found(*row) for row in rows]
 
 
-def _redrive(conn: Connection, rows: Sequence[_Found], asked: Mapping[str, float], actor: str | None) -> None:
+def _start_over(
+    conn: Connection, arrow: Arrow, rows: Sequence[Found], asked: Mapping[str, float], actor: str | None
+) -> None:
     delays = {row.job_id: max(asked[row.job_id], SOON_S if row.gated else 0.0) for row in rows}
     for delay_s in sorted(set(delays.values())):
         for attempt, ids in by_attempt([row for row in rows if delays[row.job_id] == delay_s]):
-            moved = move(conn, job_rules.REDRIVE, attempt, ids, delay_s=delay_s)
+            moved = move(conn, arrow, attempt, ids, delay_s=delay_s)
             assert moved == len(ids), "rows are locked, nobody else can have moved them"
     conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(list(delays))))
-    audit.record(conn, [_event(str(job_rules.REDRIVE.event), row, actor) for row in rows])
+    audit.record(conn, [_event(str(arrow.event), row, actor) for row in rows])
 
 
-def _event(name: str, row: _Found, actor: str | None) -> audit.Event:
-    details = {"redrives": row.redrives + (name == job_rules.REDRIVE.event)}
+def _event(name: str, row: Found, actor: str | None) -> audit.Event:
+    details = {"redrives": row.redrives + (name != PURGED)}
     return audit.Event(name, job_id=row.job_id, attempt=row.attempt, pool_id=row.lane, actor=actor, details=details)
 
 
-def _removed(rows: Sequence[_Found]) -> Removed:
+def _removed(rows: Sequence[Found]) -> Removed:
     return Removed(
         [row.job_id for row in rows], {row.lane for row in rows}, [row.entry_id for row in rows if row.entry_id]
     )

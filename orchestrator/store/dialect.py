@@ -241,9 +241,13 @@ class Dialect(Protocol):
         """A connection to change the schema with; meanwhile other processes wait for theirs."""
 
 
+#: The file of a scratch database, in its directory: it may be copied while nobody has it open.
+SCRATCH = "scratch.db"
+
+
 def scratch_url(directory: str) -> str:
     """A database that needs no server, for a moment."""
-    return f"sqlite:///{directory}/scratch.db"
+    return f"sqlite:///{directory}/{SCRATCH}"
 
 
 def dialect_of(url: str) -> Dialect:

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, bindparam, or_, select
 from orchestrator.errors import OrchestratorError
 from orchestrator.jobs import Queued
 from orchestrator.policies import Book
-from orchestrator.store import audit, outbox, registry
+from orchestrator.store import audit, followers, outbox, registry
 from orchestrator.store.caps import NO_BOOK, Seats
 from orchestrator.store.claim import CLAIMABLE, Claim, claim_jobs
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, walking
@@ -169,7 +169,7 @@ class Claiming:
         seats.expect([job_id for offer in chosen for job_id in offer])
         if self._offers is None:
             self._offers = _locked(conn, chosen)
-        with audit.together(conn):
+        with audit.together(conn), followers.together(conn) as following:
             offers = zip(self._fetches, self._offers, strict=True)
             answers = [self._claim(conn, fetch, offer, found, seats) for fetch, offer in offers]
         claimed = {claim.job_id for answer in answers if isinstance(answer, list) for claim in answer}
@@ -177,7 +177,7 @@ class Claiming:
             # What the publisher does for those it announces: where nobody reads the stream, service goes on here.
             outbox.advance(conn, lane, [ranked for job_id, ranked in ahead.items() if job_id in claimed])
         seats.close()
-        self.freed = seats.freed
+        self.freed = seats.freed | following.freed
         return answers
 
     def _chosen(self, conn: Connection, found: Mapping[str, Fetcher], book: Book) -> list[list[str]]:

@@ -20,7 +20,8 @@ from orchestrator.leases import LeaseRequest, Terms
 from orchestrator.placement import Cluster
 from orchestrator.policies import Book, keys_of
 from orchestrator.pools import OPEN
-from orchestrator.store import gpus
+from orchestrator.store import gpus, workflows
+from orchestrator.store.blocked import TASKS
 from orchestrator.store.dialect import seconds_since, utc_now
 from orchestrator.store.schema import (
     LIVE_WORKERS,
@@ -62,6 +63,7 @@ def look(conn: Connection, job_id: str, book: Book, terms: Terms) -> tuple[Facts
         pauses={key: book.pauses[key].reason for key in keys if key in book.pauses},
         caps=_caps(conn, book, keys),
         gate=_gate(conn, row.blocked_on) if row.blocked_on else None,
+        tasks=workflows.open_needs(conn, job_id) if row.blocked_on == TASKS else (),
         teams=_teams(crew),
         ahead=min(ahead, MOST_AHEAD),
         ahead_at_least=ahead > MOST_AHEAD,

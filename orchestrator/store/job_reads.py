@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from orchestrator.errors import JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.jsontext import listed
 from orchestrator.store import paging
 from orchestrator.store.dialect import seconds_since, walking
+from orchestrator.store.hot import Hot
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
@@ -29,6 +31,7 @@ class Filter:
     agent: str | None = None
     pool_id: str | None = None
     type: str | None = None
+    workflow_id: str | None = None
 
 
 def get(conn: Connection, job_id: str) -> dict[str, Any]:
@@ -71,6 +74,41 @@ def redrives(conn: Connection, job_id: str) -> int:
     return found
 
 
+def ended(conn: Connection, job_ids: Sequence[str], limit: int, max_bytes: int) -> dict[str, Any]:
+    """Of these, the records that are over, with results and without payloads: the first that fit into one answer.
+
+    `more` says that others are over, too; `unknown` are those that nobody knows.
+    """
+    known = statuses(conn, job_ids)
+    over = [job_id for job_id in job_ids if known.get(job_id) in TERMINAL]
+    shown = _that_fit(conn, over[:limit], max_bytes)
+    rows = conn.execute(select(*_LISTED).where(jobs.c.job_id.in_(shown))).all() if shown else []
+    # One may have been started over since.
+    records = {row.job_id: _readable(row._asdict()) for row in rows if row.status in TERMINAL}
+    for row in conn.execute(select(results).where(results.c.job_id.in_(shown))) if shown else ():
+        if row.job_id in records and records[row.job_id]["status"] == Status.DONE:
+            records[row.job_id] |= {"result": json.loads(row.result), "run_seconds": row.run_seconds}
+    return {
+        "jobs": [records[job_id] for job_id in shown if job_id in records],
+        "more": len(shown) < len(over),
+        "unknown": [job_id for job_id in job_ids if job_id not in known],
+    }
+
+
+def _that_fit(conn: Connection, job_ids: Sequence[str], max_bytes: int) -> list[str]:
+    """The first of them, as long as their results are no larger together; one at least."""
+    if not job_ids:
+        return []
+    lengths = select(results.c.job_id, func.length(results.c.result)).where(results.c.job_id.in_(job_ids))
+    sizes: dict[str, int] = {job_id: size for job_id, size in conn.execute(lengths)}  # noqa: C416 - as below
+    sums = itertools.accumulate(sizes.get(job_id, 0) for job_id in job_ids)
+    return [
+        job_id
+        for place, (job_id, total) in enumerate(zip(job_ids, sums, strict=True))
+        if total <= max_bytes or not place
+    ]
+
+
 def terminal_among(conn: Connection, job_ids: list[str]) -> set[str]:
     """Which of these jobs have reached their end (or do not exist), in one question for all who wait."""
     rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
@@ -87,6 +125,7 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
             (jobs.c.agent, wanted.agent),
             (jobs.c.lane, wanted.pool_id),
             (jobs.c.type, wanted.type),
+            (jobs.c.workflow_id, wanted.workflow_id),
         )
         if value is not None
     ]
@@ -114,13 +153,15 @@ UNFINISHED = (Status.PENDING, *sorted(OWNED))
 def stats(conn: Connection, most: int = MOST_COUNTED) -> dict[str, Any]:
     """Jobs by status; those that are not over by pool and agent, too. Bounded: the oldest `most` of each status."""
     statuses = {status: _counted(conn, status, most) for status in Status}
-    pools: dict[str, dict[str, int]] = {}
-    agents: dict[str, dict[str, int]] = {}
+    pools: dict[str, dict[str, Any]] = {}
+    agents: dict[str, dict[str, Any]] = {}
     for status in UNFINISHED:
-        for lane, agent, count in _unfinished(conn, status, most):
+        for lane, agent, count, age_s in _unfinished(conn, status, most):
             for groups, name in ((pools, lane), (agents, agent)):
-                group = groups.setdefault(name, dict.fromkeys(UNFINISHED, 0))
+                group = groups.setdefault(name, dict.fromkeys(UNFINISHED, 0) | {"oldest_pending_seconds": None})
                 group[status] += count
+                if status is Status.PENDING:
+                    group["oldest_pending_seconds"] = max(group["oldest_pending_seconds"] or 0.0, float(age_s))
     return {
         "status": statuses,
         "pools": dict(sorted(pools.items())),
@@ -136,15 +177,49 @@ def _counted(conn: Connection, status: Status, most: int) -> int:
 
 
 def _unfinished(conn: Connection, status: Status, most: int) -> Sequence[Any]:
-    some = select(jobs.c.lane, jobs.c.agent).where(jobs.c.status == status).order_by(jobs.c.created_at).limit(most)
-    first = walking(some, jobs, "ix_jobs_status").subquery()
-    return conn.execute(select(first.c.lane, first.c.agent, func.count()).group_by(first.c.lane, first.c.agent)).all()
+    """By lane and agent: how many, and the age of the oldest. They come in order of age, so each group's is exact."""
+    some = select(jobs.c.lane, jobs.c.agent, jobs.c.created_at).where(jobs.c.status == status)
+    first = walking(some.order_by(jobs.c.created_at).limit(most), jobs, "ix_jobs_status").subquery()
+    age = seconds_since(func.min(first.c.created_at))
+    query = select(first.c.lane, first.c.agent, func.count(), age).group_by(first.c.lane, first.c.agent)
+    return conn.execute(query).all()
 
 
 def _oldest_pending_s(conn: Connection) -> float | None:
     oldest = select(seconds_since(jobs.c.created_at)).where(jobs.c.status == Status.PENDING)
     age = conn.execute(oldest.order_by(jobs.c.created_at).limit(1)).scalar()
     return None if age is None else max(float(age), 0.0)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left of a lane: jobs that may start, that wait for something, for a moment, and that are owned.
+
+    Each is counted up to `MOST_COUNTED`.
+    """
+
+    ready: int
+    blocked: int
+    delayed: int
+    running: int
+
+    @property
+    def total(self) -> int:
+        return self.ready + self.blocked + self.delayed + self.running
+
+
+def left(conn: Connection, lane: str, most: int = MOST_COUNTED) -> Left:
+    def count(index: str, condition: ColumnElement[bool]) -> int:
+        some = select(jobs.c.lane).where(jobs.c.lane == lane, condition).limit(most)
+        first = walking(some, jobs, index).subquery()
+        return int(conn.execute(select(func.count()).select_from(first)).scalar_one())
+
+    return Left(
+        count("ix_jobs_queue", jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))),
+        count("ix_jobs_queue", jobs.c.queued == Queued.BLOCKED),
+        count("ix_jobs_queue", jobs.c.queued == Queued.DELAYED),
+        count("ix_jobs_status", jobs.c.status.in_(sorted(OWNED))),
+    )
 
 
 @dataclass(frozen=True)
@@ -194,7 +269,9 @@ def active_leases(conn: Connection) -> int:
     return int(conn.execute(select(func.count()).where(leases.c.state == "active")).scalar_one())
 
 
+_STATUSES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(ids)))
+
+
 def statuses(conn: Connection, job_ids: Sequence[str]) -> dict[str, Status]:
     """Where each of these jobs stands; those nobody knows are left out."""
-    rows = conn.execute(select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(job_ids)))
-    return {row.job_id: Status(row.status) for row in rows}
+    return {job_id: Status(status) for job_id, status in _STATUSES.rows(conn, job_ids)}

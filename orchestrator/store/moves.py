@@ -27,7 +27,7 @@ from sqlalchemy import (
 )
 
 from orchestrator import jobs as job_rules
-from orchestrator.jobs import OWNED, Arrow, Queued
+from orchestrator.jobs import OWNED, TERMINAL, Arrow, Queued
 from orchestrator.leases import JOB_LEASE, Terms
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, earlier, utc_now, utc_shift
@@ -118,6 +118,21 @@ _WITHDRAWN = {
     "expires_at": None,
     "finished_at": utc_now(),
 }
+# The fencing attempt goes on counting; what is charged begins anew. The deadline is the operator's now.
+_ANEW = (
+    _UNOWNED
+    | _DUE
+    | {
+        "attempts": 0,
+        "crashes": 0,
+        "redrives": jobs.c.redrives + 1,
+        "claimed_at": None,
+        "started_at": None,
+        "finished_at": None,
+        "cancel_requested_at": None,
+        "wait_reason": None,
+    }
+)
 _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.CLAIM: {
         "attempt": jobs.c.attempt + 1,
@@ -147,28 +162,21 @@ _CONSEQUENCES: dict[Arrow, dict[str, Any]] = {
     job_rules.DEFER: {"published_at": None} | _DUE,
     job_rules.CANCEL: _WITHDRAWN | {"cancel_requested_at": utc_now()},
     job_rules.EXPIRE: _WITHDRAWN,
-    # The fencing attempt goes on counting; what is charged begins anew. The deadline is the operator's now.
-    job_rules.REDRIVE: _UNOWNED
-    | _DUE
-    | {
-        "attempts": 0,
-        "crashes": 0,
-        "redrives": jobs.c.redrives + 1,
-        "claimed_at": None,
-        "started_at": None,
-        "finished_at": None,
-        "cancel_requested_at": None,
-        "wait_reason": None,
-    },
+    job_rules.REDRIVE: _ANEW,
+    job_rules.RERUN: _ANEW,
 }
 
 
-def move(conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], **values: Any) -> int:
+def move(
+    conn: Connection, arrow: Arrow, attempt: int, job_ids: Sequence[str], *, followed: bool = False, **values: Any
+) -> int:
     """Move jobs along one arrow while they are where it starts and `attempt` is still theirs; how many moved.
 
+    To its end a job goes only through `followers.end`, which sees to those that wait for it (`followed`).
     Three values are no columns: `delay_s` says when the job is due again, `leased` that a claim comes with a lease,
     `owner` who must own a job that is owned.
     """
+    assert followed or arrow.target not in TERMINAL, "somebody may wait for it: use followers.end"
     extra: dict[str, Any] = {name: values.pop(name) for name in ("delay_s", "leased", "owner") if name in values}
     if "leased" in extra:
         extra["lease_end"] = f":{attempt + 1}"

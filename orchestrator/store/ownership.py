@@ -35,6 +35,8 @@ class Ownership(NamedTuple):
     overdue: bool | None
     #: The capped keys that it counts for, as JSON.
     held_caps: str | None
+    #: The workflow that it is a task of.
+    workflow_id: str | None = None
 
 
 _OWNERSHIP = Hot(
@@ -57,6 +59,7 @@ _OWNERSHIP = Hot(
             seconds_since(jobs.c.cancel_requested_at).label("cancelled_s"),
             (jobs.c.expires_at <= utc_now()).label("overdue"),
             jobs.c.held_caps,
+            jobs.c.workflow_id,
         )
         .where(jobs.c.job_id.in_(ids))
         .with_for_update(),

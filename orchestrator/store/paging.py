@@ -21,12 +21,14 @@ def after(cursor: str | None, moment: Column[Any], job_id: Column[Any]) -> list[
     return [or_(moment < at, and_(moment == at, job_id < last))]
 
 
-def split(rows: Sequence[Row[Any]], limit: int, moment: str) -> tuple[Sequence[Row[Any]], str | None]:
+def split(
+    rows: Sequence[Row[Any]], limit: int, moment: str, key: str = "job_id"
+) -> tuple[Sequence[Row[Any]], str | None]:
     """A page, of `limit` + 1 rows that were asked for, and the cursor of the next; None at the end."""
     if len(rows) <= limit:
         return rows, None
     last = rows[limit - 1]
-    return rows[:limit], encode(getattr(last, moment), last.job_id)
+    return rows[:limit], encode(getattr(last, moment), getattr(last, key))
 
 
 def encode(moment: datetime, job_id: str) -> str:

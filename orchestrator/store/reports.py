@@ -12,7 +12,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.errors import JobCancelled, JobNotFound, NotOwner, OrchestratorError
 from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
 from orchestrator.pools import OPEN, PoolState
-from orchestrator.store import audit, job_reads, ownership, registry
+from orchestrator.store import audit, followers, job_reads, ownership, registry
 from orchestrator.store.caps import Seats
 from orchestrator.store.dialect import in_order, seconds_since, utc_now
 from orchestrator.store.moves import Claimant
@@ -60,12 +60,13 @@ def write(conn: Connection, reports: Sequence[Report], policy: RetryPolicy, seat
     seats.expect(ended=[report.event.job_id for report in reports if isinstance(report.event, End)])
     found = registry.find(conn, {report.worker_id for report in reports})
     answers: dict[int, Answer] = {}
-    with audit.together(conn):
+    with audit.together(conn), followers.together(conn) as following:
         for numbers in _rounds(reports):
             for worker_id in sorted({reports[number].worker_id for number in numbers}):
                 own = {number: reports[number].event for number in numbers if reports[number].worker_id == worker_id}
                 answers |= _of_worker(conn, worker_id, found.get(worker_id), own, policy, seats)
-    seats.close()
+        seats.close()
+    seats.freed |= following.freed
     return [answers[number] for number in range(len(reports))]
 
 

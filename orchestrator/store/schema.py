@@ -16,6 +16,10 @@
 | gate_states | what the leader saw at a gate when it last looked, and whether it is closed | leader, submit |
 | gate_holds | a job that counts against a gate until it ends | submit, leader |
 | schedules | a job that comes again and again, and when next | operators, leader |
+| workflows | tasks that belong together, how many ended and how, and whether all goes on | API, workers, leader |
+| task_edges | which other one a task needs, in order: what it waits for, whose results it gets | API, workers, leader |
+| task_stages | tasks that an attempt wants to add, which are nothing until it succeeds | workers, leader |
+| spawns | an attempt that succeeded, and whose staged tasks are being made jobs | workers, leader |
 | rate_buckets | how many submits an agent has left at a moment | submit |
 | orchestrator_audit | one thing that happened | every transaction |
 """
@@ -40,6 +44,7 @@ from sqlalchemy import (
 from orchestrator.jobs import Status
 from orchestrator.pools import PoolState
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
+from orchestrator.workflows import FlowStatus
 
 metadata = MetaData()
 
@@ -97,6 +102,13 @@ jobs = Table(
     Column("concurrency_keys", LongText),
     Column("constraints", LongText),
     Column("trace_context", String(128)),
+    # The workflow that it is a task of, its name there, how many tasks it needs (also those that are not made yet), for
+    # how many of them it waits; whether others go on without it.
+    Column("workflow_id", String(128)),
+    Column("task", String(128)),
+    Column("needs", Integer),
+    Column("waits_for", Integer),
+    Column("optional", Boolean, nullable=False, server_default="0"),
     # Where it is: `attempt` fences and only grows; `attempts` counts what is charged against max_attempts.
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("attempts", Integer, nullable=False, server_default="0"),
@@ -144,6 +156,81 @@ jobs = Table(
     Index("ix_jobs_created", "created_at"),
     Index("ix_jobs_agent", "agent", "created_at"),
     Index("ix_jobs_status", "status", "created_at"),
+    Index("ix_jobs_workflow", "workflow_id", "created_at", "job_id"),
+    **TABLE_OPTIONS,
+)
+
+workflows = Table(
+    "workflows",
+    metadata,
+    Column("workflow_id", String(128), primary_key=True),
+    Column("name", String(255)),
+    Column("agent", String(128), nullable=False),
+    Column("content_hash", String(64), nullable=False),
+    Column("status", String(16), nullable=False, server_default=FlowStatus.RUNNING),
+    # Made by a job that added tasks and was none itself.
+    Column("implicit", Boolean, nullable=False, server_default="0"),
+    # Tasks in all, with those that are staged still; and those that ended, by how they did.
+    Column("total", Integer, nullable=False),
+    Column("done", Integer, nullable=False, server_default="0"),
+    Column("failed", Integer, nullable=False, server_default="0"),
+    Column("cancelled", Integer, nullable=False, server_default="0"),
+    Column("max_runtime_sec", Float(53)),
+    Column("deadline_at", UtcDateTime),
+    # The end of its time, while it runs.
+    Column("expires_at", UtcDateTime),
+    # What is done to its tasks, batch after batch: `pending` ones or `all` are cancelled; `retry`. NULL: nothing.
+    Column("sweep", String(8)),
+    Column("reason", String(255)),
+    _created(),
+    Column("finished_at", UtcDateTime),
+    _one_of("status", tuple(FlowStatus), "workflows"),
+    CheckConstraint(text("done >= 0 AND failed >= 0 AND cancelled >= 0"), name="ck_workflows_counts"),
+    CheckConstraint(text("done + failed + cancelled <= total"), name="ck_workflows_total"),
+    Index("ix_workflows_created", "created_at"),
+    Index("ix_workflows_status", "status", "created_at"),
+    Index("ix_workflows_agent", "agent", "created_at"),
+    # NULL for nearly all.
+    Index("ix_workflows_expiry", "expires_at"),
+    Index("ix_workflows_sweep", "sweep"),
+    **TABLE_OPTIONS,
+)
+
+task_edges = Table(
+    "task_edges",
+    metadata,
+    Column("task_id", String(128), primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("needs_id", String(128), nullable=False),
+    Index("ix_task_edges_needs", "needs_id"),
+    **TABLE_OPTIONS,
+)
+
+task_stages = Table(
+    "task_stages",
+    metadata,
+    Column("job_id", String(128), primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    # No json_valid: payloads may be deep.
+    Column("body", LongText, nullable=False),
+    # How many of the tasks in it are jobs already.
+    Column("made", Integer, nullable=False, server_default="0"),
+    _created(),
+    Index("ix_task_stages_created", "created_at"),
+    **TABLE_OPTIONS,
+)
+
+spawns = Table(
+    "spawns",
+    metadata,
+    Column("job_id", String(128), primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("workflow_id", String(128), nullable=False),
+    # Tasks that are no jobs yet.
+    Column("remaining", Integer, nullable=False),
+    Column("trouble", String(255)),
+    Index("ix_spawns_workflow", "workflow_id"),
     **TABLE_OPTIONS,
 )
 

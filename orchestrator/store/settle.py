@@ -15,7 +15,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
 from orchestrator.jsontext import listed
 from orchestrator.leases import MODEL_LEASE, Remains
-from orchestrator.store import audit, dead_letters, leases, ownership, residency
+from orchestrator.store import audit, dead_letters, followers, leases, ownership, residency
 from orchestrator.store.caps import Seats
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
@@ -72,6 +72,9 @@ class End(NamedTuple):
     origin_id: str = ""
     #: The capped keys that its claim took.
     caps: tuple[str, ...] = ()
+    #: The workflow that the job is a task of, and how many tasks the attempt staged (`spawning`).
+    workflow_id: str | None = None
+    spawned: int = 0
 
 
 def never_started(
@@ -136,6 +139,20 @@ def record(
 
     `seats` are those of the caller's transaction, who closes them.
     """
+    with followers.together(conn):
+        return _record(conn, by, starts, ends, policy, keep_leases=keep_leases, seats=seats)
+
+
+def _record(
+    conn: Connection,
+    by: Claimant,
+    starts: Sequence[Start],
+    ends: Sequence[End],
+    policy: RetryPolicy,
+    *,
+    keep_leases: bool,
+    seats: Seats | None,
+) -> list[Settled]:
     ids = [start.job_id for start in starts] + [end.job_id for end in ends]
     rows = ownership.lock(conn, ids)
     _start(conn, by, [rows[start.job_id] for start in starts if _owns(rows, start, by, {Status.CLAIMED})])
@@ -151,7 +168,7 @@ def record(
         elif row.cancelled_s is not None:
             settled.append(Settled(end, _stop(conn, by, row, end, events)))
         elif end.outcome is Outcome.DONE:
-            finished.append(end)
+            finished.append(end._replace(workflow_id=row.workflow_id))
             settled.append(Settled(end, job_rules.FINISH))
         else:
             settled.append(Settled(end, _end_otherwise(conn, by, row, end, policy, events)))
@@ -232,9 +249,9 @@ def _start(conn: Connection, by: Claimant, rows: Sequence[Ownership]) -> None:
 
 
 def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.Event]:
-    for attempt, ids in by_attempt(ends):
-        if move(conn, job_rules.FINISH, attempt, ids, owner=by.owner) != len(ids):
-            raise NotAllOwned
+    spawned = {end.job_id: end.spawned for end in ends if end.spawned}
+    if followers.end(conn, job_rules.FINISH, ends, spawned, owner=by.owner) != len(ends):
+        raise NotAllOwned
     rows = [
         {"job_id": end.job_id, "attempt": end.attempt, "result": end.result, "run_seconds": end.run_seconds}
         for end in ends
@@ -245,7 +262,7 @@ def _finish(conn: Connection, by: Claimant, ends: Sequence[End]) -> list[audit.E
 
 def _stop(conn: Connection, by: Claimant, row: Ownership, end: End, events: list[audit.Event]) -> Arrow:
     """Cancelled while it ran: however the attempt ended, its process is gone now, and nothing else counts."""
-    move(conn, job_rules.STOP, row.attempt, [row.job_id], owner=by.owner)
+    followers.end(conn, job_rules.STOP, [row], owner=by.owner)
     details = {"stop_seconds": round(float(row.cancelled_s or 0.0), 3), "ended_as": end.outcome.value}
     events.append(job_event(job_rules.STOP, row.job_id, row.attempt, by, details))
     return job_rules.STOP
@@ -276,7 +293,10 @@ def _end_otherwise(
         arrow = step.arrow
         if arrow is job_rules.RETRY:
             values["delay_s"] = step.delay_s
-    move(conn, arrow, row.attempt, [row.job_id], owner=by.owner, **values)
+    if arrow.target in job_rules.TERMINAL:
+        followers.end(conn, arrow, [row], owner=by.owner, **values)
+    else:
+        move(conn, arrow, row.attempt, [row.job_id], owner=by.owner, **values)
     if arrow is job_rules.BURY:
         dead_letters.add(conn, row.job_id, str(end.error_kind), row.attempts, end.origin_id)
     details = {"error": error[:500], "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import IntegrityError
@@ -17,7 +17,7 @@ from orchestrator.admission import FREELY, Admitted, Decision
 from orchestrator.errors import DatabaseUnavailable, InvalidInput, JobConflict, OrchestratorError
 from orchestrator.jobs import NewJob, Queued, RetryPolicy
 from orchestrator.policies import Book
-from orchestrator.store import accounts, audit
+from orchestrator.store import accounts, audit, flows
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import clock, utc_now
 from orchestrator.store.hot import Hot, insert_rows
@@ -122,30 +122,66 @@ def _submit(conn: Connection, db: Database, batch: Sequence[NewJob], lookup: lis
             answers.append(Verdict.CREATED)
         else:
             answers.append(Verdict.EXISTS if known[job.job_id] == job.content_hash else Verdict.CONFLICT)
-    admitted: list[tuple[NewJob, Admitted]] = []
+    if any(job.spec.workflow_id for job in fresh.values()):
+        _refuse_strays(conn, fresh, answers)
+    admitted: list[Entering] = []
     for (position, job), decision in zip(fresh.items(), rules.admit(conn, list(fresh.values())), strict=True):
         if isinstance(decision, Admitted):
-            admitted.append((job, decision))
+            admitted.append(Entering(job, decision))
         else:
             answers[position] = decision
     if admitted:
         _insert_jobs(conn, db, admitted, rules)
+        flows.add_tasks(conn, [one.job.spec.workflow_id for one in admitted if one.job.spec.workflow_id])
     return answers
 
 
+def _refuse_strays(conn: Connection, fresh: dict[int, NewJob], answers: list[Answer]) -> None:
+    """Those whose workflow takes no tasks; of the others it is locked, so that it does not end meanwhile."""
+    found = flows.lock(conn, {job.spec.workflow_id for job in fresh.values() if job.spec.workflow_id})
+    for position, job in [*fresh.items()]:
+        if job.spec.workflow_id and (refused := flows.refusal(job.spec.workflow_id, found.get(job.spec.workflow_id))):
+            answers[position] = refused
+            del fresh[position]
+
+
+_HASHES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(ids)))
+
+
 def _known_hashes(conn: Connection, job_ids: list[str]) -> dict[str, str]:
-    if not job_ids:
-        return {}
-    rows = conn.execute(select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(job_ids)))
-    return {row.job_id: row.payload_hash for row in rows}
+    return {job_id: known for job_id, known in _HASHES.rows(conn, job_ids)} if job_ids else {}  # noqa: C416 - no pairs
 
 
-def _insert_jobs(conn: Connection, db: Database, admitted: list[tuple[NewJob, Admitted]], rules: _Rules) -> None:
-    now, virtual_times = _clocks(conn, {job.spec.pool_id for job, _ in admitted})
-    batch, book = [job for job, _ in admitted], rules.book(conn)
+class Entering(NamedTuple):
+    """A job that is let in: where it waits, and what it is in its workflow."""
+
+    job: NewJob
+    how: Admitted = FREELY
+    task: str | None = None
+    #: How many tasks it needs, and for how many of them it waits; None: it is no task.
+    needs: int | None = None
+    waits_for: int | None = None
+    optional: bool = False
+
+
+def enter(
+    conn: Connection,
+    db: Database,
+    entering: Sequence[Entering],
+    policy: RetryPolicy,
+    book: Callable[[Connection], Book] = no_policies,
+) -> None:
+    """Store jobs that were decided about, in the caller's transaction. An id that is taken is `MetOthers`."""
+    if entering:
+        _insert_jobs(conn, db, entering, _Rules(policy, let_in, book))
+
+
+def _insert_jobs(conn: Connection, db: Database, admitted: Sequence[Entering], rules: _Rules) -> None:
+    now, virtual_times = _clocks(conn, {one.job.spec.pool_id for one in admitted})
+    batch, book = [one.job for one in admitted], rules.book(conn)
     charging = partial(accounts.rank_all, batch=batch, virtual_times=virtual_times, book=book)
     ranks = db.write_apart(conn, charging) if len(admitted) >= MANY else charging(conn)
-    rows = [_job_row(job, how, now, rank, rules.policy) for (job, how), rank in zip(admitted, ranks, strict=True)]
+    rows = [_job_row(one, now, rank, rules.policy) for one, rank in zip(admitted, ranks, strict=True)]
     # In key order: two batches that share ids then wait for each other instead of deadlocking.
     insert_rows(conn, jobs, sorted(rows, key=lambda row: str(row["job_id"])), _JOB_DEFAULTS, bulky="payload")
     audit.record(
@@ -158,11 +194,11 @@ def _insert_jobs(conn: Connection, db: Database, admitted: list[tuple[NewJob, Ad
 
 
 #: What the schema fills in by itself.
-_JOB_DEFAULTS = {"priority": 0, "gpu_count": 1, "cpu_fallback": False, "queued": Queued.READY}
+_JOB_DEFAULTS = {"priority": 0, "gpu_count": 1, "cpu_fallback": False, "queued": Queued.READY, "optional": False}
 
 
-def _job_row(job: NewJob, how: Admitted, now: datetime, rank: int, policy: RetryPolicy) -> dict[str, Any]:
-    spec = job.spec
+def _job_row(one: Entering, now: datetime, rank: int, policy: RetryPolicy) -> dict[str, Any]:
+    job, how, spec = one.job, one.how, one.job.spec
     later = job.not_before is not None and job.not_before > now
     queued = Queued.DELAYED if later else Queued.BLOCKED if how.blocked_on else Queued.READY
     return {
@@ -190,6 +226,11 @@ def _job_row(job: NewJob, how: Admitted, now: datetime, rank: int, policy: Retry
         "concurrency_keys": json.dumps(spec.concurrency_keys) if spec.concurrency_keys else None,
         "tags": json.dumps(spec.tags) if spec.tags else None,
         "trace_context": job.trace_context,
+        "workflow_id": spec.workflow_id,
+        "task": one.task,
+        "needs": one.needs,
+        "waits_for": one.waits_for,
+        "optional": one.optional,
         "queued": queued,
         "start_by": job.start_by if queued is Queued.READY else None,
         "not_before": job.not_before if later else None,

@@ -9,9 +9,9 @@ from sqlalchemy import Connection, select, update
 from orchestrator import jobs as job_rules
 from orchestrator.errors import JobEnded, JobNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Arrow, ErrorKind, Status
-from orchestrator.store import audit, ownership
+from orchestrator.store import audit, followers, ownership
 from orchestrator.store.dialect import by_key, utc_now
-from orchestrator.store.moves import Attempt, by_attempt, move
+from orchestrator.store.moves import Attempt
 from orchestrator.store.schema import jobs
 
 TOO_LATE = "its deadline passed before it could start"
@@ -27,7 +27,7 @@ def cancel(conn: Connection, job_id: str, actor: str | None = None) -> Status:
         raise JobNotFound(job_id)
     status = Status(row.status)
     if status is Status.PENDING:
-        move(conn, job_rules.CANCEL, row.attempt, [job_id])
+        followers.end(conn, job_rules.CANCEL, [row])
         audit.record(conn, [_event(job_rules.CANCEL, row, actor)])
         return Status.CANCELLED
     if status in TERMINAL and status is not Status.CANCELLED:
@@ -56,7 +56,7 @@ def to_stop(conn: Connection, worker_ids: Collection[str], job_ids: Collection[s
 def expire_overdue(conn: Connection, limit: int) -> int:
     """Pending → failed for jobs whose deadline passed in the queue; how many."""
     overdue = conn.execute(
-        select(jobs.c.job_id, jobs.c.attempt)
+        select(jobs.c.job_id, jobs.c.attempt, jobs.c.workflow_id)
         # Pending, said in a way that tempts nobody to search the whole backlog by status.
         .where(jobs.c.expires_at <= utc_now(), jobs.c.queued.is_not(None))
         .order_by(jobs.c.expires_at)
@@ -67,10 +67,9 @@ def expire_overdue(conn: Connection, limit: int) -> int:
     return len(overdue)
 
 
-def expire(conn: Connection, rows: Sequence[Attempt]) -> None:
+def expire(conn: Connection, rows: Sequence[followers.Task]) -> None:
     """End these pending, overdue jobs; their rows are locked."""
-    for attempt, ids in by_attempt(rows):
-        move(conn, job_rules.EXPIRE, attempt, ids, error_kind=ErrorKind.DEADLINE, last_error=TOO_LATE)
+    followers.end(conn, job_rules.EXPIRE, rows, error_kind=ErrorKind.DEADLINE, last_error=TOO_LATE)
     audit.record(conn, [_event(job_rules.EXPIRE, row, None) for row in rows])
 
 

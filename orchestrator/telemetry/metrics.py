@@ -78,16 +78,16 @@ def duty_failed(name: str) -> None:
     _duty_failures.labels(name).inc()
 
 
-def submitted(job_type: str) -> None:
-    _submitted.labels(_bounded(job_type)).inc()
+def submitted(job_type: str, count: int = 1) -> None:
+    _submitted.labels(_bounded(job_type)).inc(count)
 
 
 def lease_decided(decision: str, reason: str) -> None:
     _lease_decisions.labels(decision, reason).inc()
 
 
-def admission_decided(decision: str, reason: str) -> None:
-    _admission_decisions.labels(decision, reason).inc()
+def admission_decided(decision: str, reason: str, count: int = 1) -> None:
+    _admission_decisions.labels(decision, reason).inc(count)
 
 
 def reclaimed(outcome: str) -> None:

@@ -147,7 +147,10 @@ def test_statistics(api: Running) -> None:
     hand.finish(claims[0])
     found = api.get("/jobs/stats").json()
     assert {name: count for name, count in found["status"].items() if count} == {"pending": 1, "claimed": 1, "done": 1}
+    oldest = found["pools"]["p"].pop("oldest_pending_seconds")
     assert found["pools"] == {"p": {"pending": 1, "claimed": 1, "running": 0}}
+    assert 0 <= oldest <= found["oldest_pending_seconds"] + 1
+    assert found["agents"]["a"]["oldest_pending_seconds"] is None
     assert found["agents"]["a"]["claimed"] == found["agents"]["b"]["pending"] == 1
     assert found["oldest_pending_seconds"] >= 0 and found["at_least"] == []
     many_jobs(api.db, 30)

@@ -166,9 +166,9 @@ def test_a_rate_spreads_the_starts_and_not_the_request(api: Running) -> None:
 
 
 def test_rates_are_whole_seconds() -> None:
-    assert [dlq._delay_s(n, 2.5) for n in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
-    assert {dlq._delay_s(n, None) for n in range(8)} == {0.0}
-    assert dlq._delay_s(9_999, 0.001) < 31_536_000
+    assert [dlq.delay_s(n, 2.5) for n in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert {dlq.delay_s(n, None) for n in range(8)} == {0.0}
+    assert dlq.delay_s(9_999, 0.001) < 31_536_000
 
 
 @pytest.mark.parametrize(("verb", "done"), [("redrive", "redriven"), ("purge", "purged")])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from orchestrator.errors import RedisUnavailable
 from orchestrator.jobs import ErrorKind
@@ -210,3 +211,41 @@ def test_a_job_is_started_over_only_so_often(db, run_api: Callable[..., Running]
     (claim,) = hand.claim(job_id)
     hand.fail(claim)
     assert "1 times" in refused(api.post(f"/jobs/{job_id}/retry"), 409, "redrive_limit")
+
+
+# --- everything that failed ---
+
+
+def fail(api, *job_ids: str, status: str = "failed") -> None:
+    for job_id in job_ids:
+        api.submit(job_id=job_id)
+    rows = update(schema.jobs).where(schema.jobs.c.job_id.in_(job_ids))
+    over = {"status": status, "queued": None, "attempt": 1, "attempts": 1}
+    api.db.write(lambda conn: conn.execute(rows.values(**over)))
+
+
+def test_all_that_failed_is_started_over(api):
+    fail(api, "a", "b")
+    looked = api.post("/jobs/retry_failed", {"filter": {}, "dry_run": True}).json()
+    assert looked == {
+        "matched": 2,
+        "exhausted": 0,
+        "redriven": 0,
+        "dry_run": True,
+        "would_be": 2,
+        "sample": ["a", "b"],
+    }
+    answer = api.post("/jobs/retry_failed", {"filter": {"status": "failed"}, "max": 1})
+    assert answer.status_code == 200
+    assert answer.json() == {"matched": 2, "exhausted": 0, "redriven": 1, "dry_run": False}
+    assert (api.get("/jobs/a").json()["status"], api.get("/jobs/b").json()["status"]) == ("pending", "failed")
+    # So many a second: the first now, the next a second later.
+    fail(api, "c")
+    assert api.post("/jobs/retry_failed", {"filter": {}, "rate": 1}).json()["redriven"] == 2
+    assert [api.get(f"/jobs/{job_id}").json()["not_before"] is None for job_id in ("b", "c")] == [True, False]
+
+
+def test_what_to_start_over_must_be_said(maria_api):
+    bodies: list[dict] = [{}, {"filter": {"status": "done"}}, {"filter": {}, "max": 0}, {"filter": {}, "rate": 0}]
+    for body in (*bodies, {"filters": {}}):
+        assert maria_api.post("/jobs/retry_failed", body).status_code == 422, body

@@ -1,9 +1,12 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
 python -m tests.bench [--jobs 10000] [--leases 4096] [--submits 50000] [--rounds 3] [--slots 16] [--json]
-                      [--only jobs|leases|batching|pools|flood|caps|publish|shares]
+                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|map|import] [--parts 100000]
 
-`shares` is run only when asked for: it takes minutes, and exits with 1 when an agent does not get its share.
+`shares`, `map` and `import` are run only when asked for: they take minutes. They exit with 1 when an agent does not get
+its share; when a map of so many parts, whose workers are killed meanwhile, is not exactly what it should be; when a
+file that was imported, interrupted and imported again (`--jobs`, by default 100,000 lines) did not become exactly its
+jobs, or the importer's memory grows.
 """
 
 import argparse
@@ -15,9 +18,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from orchestrator.settings import Settings
-from tests.bench import caps, raw
+from tests.bench import caps, importing, raw
 from tests.bench.flood import COUNT, Flood
 from tests.bench.leases import Leases
+from tests.bench.mapping import Mapping, wrong_with
 from tests.bench.ours import Ours
 from tests.bench.publish import BACKLOGS, TAKEN, Publishing
 from tests.bench.shares import LATE_WINDOWS, TOLERANCE, WANTED, WINDOW, Shares
@@ -44,7 +48,7 @@ def main() -> None:
                     measure(mariadb, redis, options, figures)
     medians = {name: statistics.median(values) for name, values in figures.items()}
     _report(medians, figures, options)
-    if figures.get("shares missed"):
+    if figures.get("shares missed") or figures.get("map is wrong"):
         sys.exit(1)
 
 
@@ -161,6 +165,38 @@ def _caps(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures:
                 capped.close()
 
 
+def _map(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/map.db" if options.sqlite else mariadb.create_database("bench_map")
+        mapping = Mapping(url, redis.url, Path(folder), options.slots)
+        try:
+            found = mapping.run(options.parts)
+            wrong = wrong_with(found, options.parts, mapping.peaks)
+        finally:
+            mapping.close()
+    figures[f"map of {options.parts:,} parts: seconds"].append(found["seconds"])
+    figures["map: parts a second"].append(options.parts / found["seconds"])
+    figures["map: workers killed"].append(mapping.kills)
+    figures["map: runs of the task that collects"].append(found["runs"])
+    for kind, mib in sorted(mapping.peaks.mib.items()):
+        figures[f"peak MiB, {kind}"].append(mib)
+    for told in wrong:
+        print(told, file=sys.stderr)
+        figures["map is wrong"].append(1)
+
+
+def _import(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = importing.Import(mariadb.create_database("bench_import"), redis.url, Path(folder))
+        try:
+            for what, value in measured.measure(options.jobs).items():
+                figures[f"import: {what}"].append(value)
+        finally:
+            measured.close()
+
+
 PARTS = {
     "leases": _grants,
     "jobs": _round,
@@ -170,8 +206,10 @@ PARTS = {
     "caps": _caps,
     "publish": _publish,
     "shares": _shares,
+    "map": _map,
+    "import": _import,
 }
-ON_DEMAND = {"shares"}
+ON_DEMAND = {"shares", "map", "import"}
 
 
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -204,14 +242,18 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--jobs", type=int, help="10,000 unless said; of an import 100,000")
     parser.add_argument("--leases", type=int, default=4096)
     parser.add_argument("--submits", type=int, default=COUNT)
+    parser.add_argument("--parts", type=int, default=100_000)
+    parser.add_argument("--sqlite", action="store_true", help="the map on SQLite")
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.jobs = options.jobs or (importing.COUNT if options.only == "import" else 10_000)
+    return options
 
 
 if __name__ == "__main__":

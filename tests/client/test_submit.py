@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import run
-from orchestrator.client import JobsRefused, Refused, ServerUnreachable, submit, submitting
+from orchestrator.client import JobsRefused, Refused, ServerUnreachable, patience, submit, submitting
 from orchestrator.client.api import Api
+from orchestrator.client.steps import Request
 from orchestrator.store import schema
 from tests.api.conftest import Running
 from tests.factories import rows
@@ -87,16 +88,17 @@ def test_what_waiting_does_not_mend_is_not_repeated(started: Running, url: str) 
 def test_many_are_sent_in_several_requests(started: Running, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submitting, "BATCH", 7)
     asked: list[int] = []
-    post = Api.post
+    send = Api.send
 
-    def watched(self: Api, path: str, body: Any = None, **given: Any) -> Any:
-        asked.append(len(body["jobs"]))
-        return post(self, path, body, **given)
+    def watched(self: Api, request: Request) -> Any:
+        assert isinstance(request.body, bytes)
+        asked.append(len(json.loads(request.body)["jobs"]))
+        return send(self, request)
 
-    monkeypatch.setattr(Api, "post", watched)
+    monkeypatch.setattr(Api, "send", watched)
     assert len(submit([JOB] * 20)) == len(stored(started)) == 20
     assert asked == [7, 7, 6]
-    monkeypatch.setattr(submitting, "BATCH_CHARACTERS", 200)
+    monkeypatch.setattr(submitting, "BATCH_BYTES", 200)
     asked.clear()
     assert len(submit([JOB | {"payload": {"x": "y" * 150}}] * 3)) == 3
     assert asked == [1, 1, 1]
@@ -117,15 +119,15 @@ def test_the_command_line_waits_too(started: Running, url: str, capsys: pytest.C
 @pytest.fixture
 def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`lose(n)`: the next n answers get lost on the way; or the requests, unless `sent`."""
-    post, left, how = Api.post, 0, True
-    monkeypatch.setattr(submitting, "RETRY_S", 0.01)
+    send, left, how = Api.send, 0, True
+    monkeypatch.setattr(patience, "RETRY_S", 0.01)
 
-    def lossy(self: Api, path: str, body: Any = None, **given: Any) -> Any:
+    def lossy(self: Api, request: Request) -> Any:
         nonlocal left
         left -= 1
         if left >= 0 and not how:
             raise ServerUnreachable(self.url, "lost", sent=False)
-        answer = post(self, path, body, **given)
+        answer = send(self, request)
         if left >= 0:
             raise ServerUnreachable(self.url, "lost")
         return answer
@@ -134,7 +136,7 @@ def lose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         nonlocal left, how
         left, how = count, sent
 
-    monkeypatch.setattr(Api, "post", lossy)
+    monkeypatch.setattr(Api, "send", lossy)
     return arm
 
 
@@ -161,8 +163,7 @@ def test_one_that_answered_before_may_be_away_for_a_while(
         client.one(JOB)
         lose(2, sent=False)
         assert len(client.all([JOB, JOB])) == 2
-        monkeypatch.setattr(submitting, "AWAY_S", -1.0)
         lose(1, sent=False)
         with pytest.raises(ServerUnreachable):
-            client.all([JOB])
+            submitting.Submitting(api, away_s=-1.0).all([JOB])
     assert len(stored(started)) == 3

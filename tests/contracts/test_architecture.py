@@ -70,6 +70,8 @@ ABOVE = {
         for pure in (
             "admission",
             "batching",
+            "bounded",
+            "cancellation",
             "config",
             "crews",
             "errors",
@@ -79,6 +81,7 @@ ABOVE = {
             "jobs",
             "jsontext",
             "leases",
+            "limits",
             "names",
             "pace",
             "policies",
@@ -87,8 +90,10 @@ ABOVE = {
             "rates",
             "schedules",
             "settings",
+            "spawning",
             "tally",
             "triggers",
+            "workflows",
         )
     },
 }

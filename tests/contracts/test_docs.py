@@ -29,6 +29,7 @@ RUNBOOKS = sorted(name for name in TEXTS if name.startswith("runbooks/") and nam
 SECTIONS = ["Symptom", "Look", "Fix", "Verify", "If it comes back"]
 #: Commands that change nothing, and so may stand under Look.
 READ_ONLY = (
+    "audit tail",
     "check-config",
     "dlq list",
     "dlq show",
@@ -52,7 +53,11 @@ READ_ONLY = (
     "queue stats",
     "schedules list",
     "schedules show",
+    "top",
     "workers list",
+    "workflows events",
+    "workflows list",
+    "workflows show",
 )
 
 

@@ -1,5 +1,6 @@
 """Every arrow: taken from where it starts, with its audit row; refused from elsewhere, without a trace."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from orchestrator.errors import JobEnded, NotRedrivable
 from orchestrator.jobs import ARROWS, OWNED, TERMINAL, ErrorKind, Status
 from orchestrator.store import schema
 from orchestrator.store.claim import Claim, NotClaimed
-from orchestrator.store.dead_letters import redrive_one
+from orchestrator.store.dead_letters import lock_ended, redrive_one, start_over
 from orchestrator.store.dialect import utc_now, utc_shift
 from orchestrator.store.moves import move
 from orchestrator.store.settle import End, Outcome, Start, take_from_dead
@@ -66,7 +67,18 @@ def take_redrive(conn, job_id):
         return False
 
 
+def take_rerun(conn, job_id):
+    ended = [one for one in lock_ended(conn, [job_id]) if one.status in rules.RERUN.source]
+    start_over(conn, rules.RERUN, ended, None)
+    return bool(ended)
+
+
+#: The UPDATE by itself, also to an end that somebody may wait for.
+force = partial(move, followed=True)
+
+
 BY_OTHERS = {
+    rules.RERUN: take_rerun,
     rules.CANCEL: take_cancel,
     rules.EXPIRE: lambda conn, _job_id: expire_overdue(conn, 10) == 1,
     rules.REDRIVE: take_redrive,
@@ -136,29 +148,29 @@ def test_an_arrow_is_refused_for_another_attempt(db, arrow, attempt):
 @pytest.mark.parametrize("arrow", ARROWS, ids=names)
 def test_the_update_itself_is_guarded_by_state_attempt_and_owner(db, arrow):
     """Below the functions: were their checks wrong, the UPDATE still would not match."""
-    values: dict[str, Any] = {"delay_s": 1.0} if arrow in {rules.RETRY, rules.DEFER, rules.REDRIVE} else {}
+    values: dict[str, Any] = {"delay_s": 1.0} if arrow in {rules.RETRY, rules.DEFER, rules.REDRIVE, rules.RERUN} else {}
     if arrow.source <= OWNED:
         values["owner"] = "somebody-else"
     by_state = {state: job_in(db, state, arrow) for state in Status}
     outside = [job_id for state, job_id in by_state.items() if state not in arrow.source]
     inside = [job_id for state, job_id in by_state.items() if state in arrow.source]
     before = everything(db)
-    assert db.write(lambda conn: move(conn, arrow, 1, outside, **values)) == 0
-    assert db.write(lambda conn: move(conn, arrow, 2, inside, **values)) == 0
+    assert db.write(lambda conn: force(conn, arrow, 1, outside, **values)) == 0
+    assert db.write(lambda conn: force(conn, arrow, 2, inside, **values)) == 0
     if "owner" in values:
-        assert db.write(lambda conn: move(conn, arrow, 1, inside, **values | {"owner": "a-third"})) == 0
+        assert db.write(lambda conn: force(conn, arrow, 1, inside, **values | {"owner": "a-third"})) == 0
     assert everything(db) == before
-    assert db.write(lambda conn: move(conn, arrow, 1, inside, **values)) == len(inside)
+    assert db.write(lambda conn: force(conn, arrow, 1, inside, **values)) == len(inside)
 
 
 @pytest.mark.parametrize("arrow", [arrow for arrow in OF_AN_ATTEMPT if arrow.source == OWNED], ids=names)
 def test_after_a_cancel_the_update_itself_lets_an_attempt_only_stop(db, arrow):
     """INV-11, below the functions."""
-    values = {"owner": "somebody-else"} | ({"delay_s": 1.0} if arrow is rules.RETRY else {})
+    values: dict[str, Any] = {"owner": "somebody-else"} | ({"delay_s": 1.0} if arrow is rules.RETRY else {})
     ids = [job_in(db, state, arrow) for state in sorted(OWNED)]
     for job_id in ids:
         set_job(db, job_id, cancel_requested_at=utc_now())
-    moved = db.write(lambda conn: move(conn, arrow, 1, ids, **values))
+    moved = db.write(lambda conn: force(conn, arrow, 1, ids, **values))
     assert moved == (len(ids) if arrow is rules.STOP else 0)
 
 
@@ -169,7 +181,7 @@ def test_the_end_is_the_end_except_for_an_operator(db, state):
     set_job(db, job_id, expires_at=utc_shift(-1.0), cancel_requested_at=utc_now())
     before = everything(db)
     for arrow in ARROWS:
-        if arrow is not rules.REDRIVE:
+        if arrow not in (rules.REDRIVE, rules.RERUN):
             take(hand, arrow, job_id)
     hand.go_silent()
     db.write(lambda conn: take_from_dead(conn, hand.by, rules.RetryPolicy(1, 1, 1), 10))

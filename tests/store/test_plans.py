@@ -14,6 +14,7 @@ from orchestrator.store import (
     blocked,
     dead_letters,
     dispatch,
+    failures,
     gates,
     gpus,
     job_reads,
@@ -371,6 +372,13 @@ COUNTED = {
     "depth of a lane": (lambda c: gates.waiting_in(c, "default", 100), "ix_jobs_queue", 101),
     "jobs of a status": (lambda c: job_reads._counted(c, Status.DONE, 100), "ix_jobs_status", 101),
     "unfinished": (lambda c: job_reads._unfinished(c, Status.PENDING, 100), "ix_jobs_status", 101),
+    "left of a lane": (lambda c: job_reads.left(c, "default", 100), "ix_jobs_queue", 101),
+    "failed jobs": (lambda c: failures.count(c, failures.Filter((Status.DONE,)), most=100), "ix_jobs_status", 101),
+    "failed jobs to start over": (
+        lambda c: failures.matching(c, failures.Filter((Status.DONE,)), 100, 3),
+        "ix_jobs_status",
+        101,
+    ),
 }
 
 

@@ -18,7 +18,7 @@ def gpu(index: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def drawn(*gpus: dict[str, Any], width: int = 400) -> list[str]:
-    return [click.unstyle(line) for line in bars._lines(list(gpus), width)]
+    return [click.unstyle(line) for line in [*bars.gpu_lines(list(gpus), width), bars.legend(width)]]
 
 
 def test_a_bar_is_to_scale_with_the_whole_memory():

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli import COMMANDS, dev, gpuorch, output, run
+from orchestrator.cli import audit as audit_command
 from orchestrator.cli import pools as pools_command
 from orchestrator.cli.servers import stop_on_sigterm, undisturbed
 from orchestrator.embedded import DataDir
@@ -493,6 +494,63 @@ def test_a_schedule_is_set_shown_fired_and_deleted(server, capsys):
     }
 
 
+# --- workflows ---
+
+PROGRESS = {"completed": 1, "total": 2, "done": 1, "failed": 0, "cancelled": 0}
+FLOW = {"workflow_id": "w", "name": "two", "status": "running", "progress": PROGRESS, "reason": None}
+TASK = {"name": "b", "job_id": "w.b", "type": "echo", "status": "pending", "depends_on": ["a"], "attempts": 0}
+
+
+def test_a_workflow_is_created_shown_stopped_and_started_over(server, capsys, tmp_path):
+    with_tasks = FLOW | {"tasks": [TASK], "next_cursor": "more"}
+    server.answers = [
+        (202, with_tasks | {"created": True}),
+        (200, with_tasks | {"created": False}),
+        (202, {"workflow_id": "w", "added": ["c"]}),
+        (200, {"workflows": [FLOW], "next_cursor": None}),
+        (200, with_tasks),
+        (200, {"events": [{"ts": "2030Z", "event_type": "workflow.created"}]}),
+        (200, {"workflow_id": "w", "status": "cancelled"}),
+        (200, with_tasks),
+        (200, with_tasks | {"restarted": 2}),
+        (404, {"code": "workflow_not_found", "detail": "no workflow"}),
+    ]
+    file = tmp_path / "flow.json"
+    file.write_text('{"tasks": []}')
+    actions = (["create"], ["create"], ["add", "w"])
+    for action in actions:
+        assert run(["workflows", *action, str(file), "--url", server.url]) == 0
+    for action in (["list", "--status", "running"], ["show", "w"], ["events", "w"], ["cancel", "w"]):
+        assert run(["workflows", *action, "--url", server.url]) == 0
+    for action in (["retry-failed", "w", "--json"], ["rerun", "w", "b"]):
+        assert run(["workflows", *action, "--url", server.url]) == 0
+    assert run(["workflows", "show", "x", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert "w  running\nw  running (was created before)\nw  added c\n" in shown.out
+    assert "1 of 2 (1 done)" in shown.out and "w.b" in shown.out and "w  cancelled\n" in shown.out
+    assert "more: --cursor more" in shown.err
+    assert [(method, path.partition("?")[0]) for method, path, _ in server.asked] == [
+        ("POST", "/workflows"),
+        ("POST", "/workflows"),
+        ("POST", "/workflows/w/tasks"),
+        ("GET", "/workflows"),
+        ("GET", "/workflows/w"),
+        ("GET", "/workflows/w/events"),
+        ("POST", "/workflows/w/cancel"),
+        ("POST", "/workflows/w/retry_failed"),
+        ("POST", "/workflows/w/rerun"),
+        ("GET", "/workflows/x"),
+    ]
+    assert server.asked[8][2] == {"task": "b"}
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]"])
+def test_a_file_that_is_no_workflow_is_wrong_usage(tmp_path, capsys, text):
+    (tmp_path / "flow.json").write_text(text)
+    assert run(["workflows", "create", "flow.json", "--url", "http://127.0.0.1:1"]) == 2
+    assert "JSON" in capsys.readouterr().err
+
+
 # --- dead letters ---
 
 LETTER = {"job_id": "j", "type": "echo", "reason": "timeout", "last_error": "\x1b[31mred"}
@@ -800,3 +858,155 @@ def test_a_data_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another"):
         DataDir(tmp_path / "file" / "data")
+
+
+# --- the audit trail ---
+
+
+def happened(n: int, **fields) -> dict:
+    return {"id": n, "ts": "2026-11-17T07:00:00Z", "event_type": "job.done", "job_id": f"j-{n}", "details": {}} | fields
+
+
+def page_of(*numbers: int, cursor=None, after=0) -> tuple[int, dict]:
+    return 200, {"events": [happened(n) for n in numbers], "next_cursor": cursor, "next_after": after}
+
+
+def test_the_tail_of_the_trail_is_shown_oldest_first(server, capsys):
+    server.answers = [page_of(9, 8, cursor=8, after=9), page_of(7, 6, cursor=6, after=9)]
+    flags = ["--event", "job.*", "--pool", "p", "--actor", "ann", "--worker", "w", "--job", "j"]
+    assert run(["audit", "tail", "-n", "3", *flags, "--url", server.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[1:]] == ["j-7", "j-8", "j-9"]
+    first, second = (path for _, path, _ in server.asked)
+    for part in ("event_type=job.%2A", "pool_id=p", "actor=ann", "worker_id=w", "job_id=j", "limit=3"):
+        assert part in first
+    assert "limit=1" in second and "cursor=8" in second
+
+
+def test_rare_events_are_looked_for_in_a_bounded_part(server, capsys, monkeypatch):
+    monkeypatch.setattr(audit_command, "MOST_PAGES", 3)
+    server.answers = [page_of(cursor=100 - n) for n in range(3)]
+    assert run(["audit", "tail", "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "no events\n" and "only the latest part" in shown.err
+
+
+def test_following_tells_what_is_new_once(server, capsys, monkeypatch):
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    # 8 committed late: the trail was complete up to 7 when it was looked at first. 6 is older than what was asked for.
+    server.answers = [page_of(9, 7, after=7), page_of(8, 9, 10, after=10), page_of(after=10)]
+    assert run(["audit", "tail", "--follow", "--json", "-n", "2", "--url", server.url]) == 130
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == [7, 9, 8, 10]
+    assert ["after=7" in server.asked[1][1], "after=10" in server.asked[2][1]] == [True, True]
+
+
+def test_lines_that_follow_fit_the_terminal(server, capsys, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda _seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    evil = happened(1, event_type="\x1b[31m" + "e" * 99, details={"long": "x" * 99})
+    server.answers = [
+        (200, {"events": [evil], "next_cursor": None, "next_after": 1}),
+        (200, {"events": [], "next_cursor": None, "next_after": 1}),
+    ]
+    assert run(["audit", "tail", "-f", "--url", server.url]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(len(line) <= 70 for line in lines) and "\x1b" not in lines[1]
+
+
+# --- everything that failed ---
+
+
+def test_what_failed_is_started_over(server, capsys):
+    answer = {"matched": 5, "exhausted": 1, "redriven": 4, "dry_run": False}
+    server.answers = [(200, answer), (200, answer | {"dry_run": True, "would_be": 4, "sample": []}), (200, answer)]
+    flags = ["--type", "echo", "--status", "failed", "--error", "timeout", "--rate", "2", "--max", "9"]
+    assert run(["queue", "retry-failed", *flags, "--url", server.url]) == 0
+    assert run(["queue", "retry-failed", "--dry-run", "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    assert "4 started over, of 5" in shown.out and "4 would be started over" in shown.out
+    assert "as often as allowed" in shown.err
+    assert run(["queue", "retry-failed", "--yes", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+    meant = {"type": "echo", "status": "failed", "error_kind": "timeout"}
+    assert [body for _, _, body in server.asked] == [
+        {"filter": meant, "dry_run": False, "max": 9, "rate": 2.0},
+        {"filter": {}, "dry_run": True, "max": 1000},
+        {"filter": {}, "dry_run": False, "max": 1000},
+    ]
+
+
+def test_starting_all_over_must_be_meant(server, capsys):
+    assert run(["queue", "retry-failed", "--url", server.url]) == 2
+    assert "--yes" in capsys.readouterr().err and server.asked == []
+
+
+# --- completion ---
+
+
+@pytest.mark.parametrize(
+    ("shell", "part"), [("bash", "complete -o nosort -F"), ("zsh", "#compdef gpuorch"), ("fish", "complete --no-files")]
+)
+def test_completion_scripts(shell, part, capsys):
+    assert run(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert part in script and f"_GPUORCH_COMPLETE={shell}_complete" in script
+
+
+def completed(words: str, monkeypatch, capsys) -> list[str]:
+    monkeypatch.setenv("_GPUORCH_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    with pytest.raises(SystemExit):
+        run([])
+    return [line.partition(",")[2] for line in capsys.readouterr().out.splitlines() if line]
+
+
+def test_names_are_completed_from_the_server(server, monkeypatch, capsys):
+    monkeypatch.setenv("GPUORCH_URL", server.url)
+    server.answers = [
+        (200, {"jobs": [{"job_id": "a-1", "status": "done"}, {"job_id": "b-1", "status": "done"}]}),
+        (200, {"pools": [{"pool_id": "chat", "status": "running"}]}),
+        (500, b"oops"),
+    ]
+    assert completed("gpuorch jobs get a", monkeypatch, capsys) == ["a-1"]
+    assert completed("gpuorch jobs list --pool c", monkeypatch, capsys) == ["chat"]
+    assert completed("gpuorch nodes drain x", monkeypatch, capsys) == []  # an error is no name
+    assert completed("gpuorch sche", monkeypatch, capsys) == ["schedules"]
+    assert completed("gpuorch pools ev", monkeypatch, capsys) == ["evict"]
+    assert completed("gpuorch duty recl", monkeypatch, capsys) == ["reclaim"]
+
+
+def test_a_server_that_is_away_completes_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("GPUORCH_URL", f"http://127.0.0.1:{free_port()}")
+    assert completed("gpuorch jobs get a", monkeypatch, capsys) == []
+
+
+# --- narrow tables, and colour ---
+
+
+def test_columns_that_have_no_room_leave(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    names = [f"column_{n}" for n in range(9)]
+    output.print_table(names, [dict.fromkeys(names, "some text")] * 2)
+    lines = [click.unstyle(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 3 and all(len(line) <= 30 for line in lines)
+    assert lines[0].startswith("COLUM…") and lines[0].count("…") == 4
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "coloured"),
+    [(True, {}, True), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False), (False, {}, False)],
+)
+def test_colour_only_where_it_is_wanted(monkeypatch, capsys, terminal, environment, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    output.print_table(["job_id", "status"], [{"job_id": "a", "status": "failed"}])
+    assert ("\x1b[31m" in capsys.readouterr().out) == coloured

@@ -1,0 +1,64 @@
+"""What the leader does for workflows: time limits, what takes more than one transaction, and tasks that tasks added."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from orchestrator.jobs import RetryPolicy
+from orchestrator.leader.term import Term
+from orchestrator.publisher import Publisher
+from orchestrator.settings import Settings
+from orchestrator.store import flows, spawning, workflows
+from orchestrator.store.policies import Copy
+from orchestrator.store.sweeping import Walk
+from orchestrator.stream.hub import Hub
+from orchestrator.workflows import Limits
+
+#: Workflows that one call sees to, and batches of the tasks of each.
+MOST, BATCHES = 50, 200
+#: Batches of added tasks that one call makes jobs of: the worker that added them is at it as well.
+MAKES = 20
+#: Frames of attempts that were lost, deleted by one call.
+FRAMES = 500
+
+
+def tend(term: Term, settings: Settings, policy: RetryPolicy, policies: Copy, publisher: Publisher, hub: Hub) -> int:
+    """How much it did."""
+    walks = [term.write(partial(workflows.expire, workflow_id=one)) for one in _looked_up(term)]
+    walks += [_sweep(term, one) for one in term.db.read(lambda conn: flows.swept(conn, MOST))]
+    if any(walk.asked for walk in walks):
+        hub.ring("look")  # workers hear which of their jobs must stop
+    hub.unbury([entry for walk in walks for entry in walk.entry_ids])
+    lanes = {lane for walk in walks for lane in walk.lanes}
+    made = _make(term, settings, policy, policies, lanes)
+    for lane in sorted(lanes):
+        publisher.nudge(lane)
+    forgotten = term.write(lambda conn: spawning.forget_lost(conn, FRAMES))
+    return max(len(walks), made, forgotten)
+
+
+def _looked_up(term: Term) -> list[str]:
+    """Under the term: one that was replaced must hear of it also when nothing is late."""
+    return [*term.write(lambda conn: flows.overdue(conn, MOST))]
+
+
+def _sweep(term: Term, workflow_id: str) -> Walk:
+    walk = Walk()
+    for _ in range(BATCHES):
+        if not term.write(partial(walk.go_on, workflow_id=workflow_id)):
+            break
+    return walk
+
+
+def _make(term: Term, settings: Settings, policy: RetryPolicy, policies: Copy, lanes: set[str]) -> int:
+    limits = Limits(settings.payload_max_bytes, settings.payload_max_depth)
+    rules = spawning.Rules(policy, limits, policies.book)
+    total = 0
+    for one in term.db.read(lambda conn: spawning.marked(conn, MOST)):
+        for _ in range(MAKES):
+            made = spawning.make_some(term.db, one, rules, term.write)
+            total += made.count
+            lanes |= made.lanes
+            if not made.more:
+                break
+    return total
