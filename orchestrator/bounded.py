@@ -82,7 +82,7 @@ class Failures(ExceptionGroup[Exception]):
         made.results, made.failed = [], {}
         return made
 
-    def derive(self, errors: Sequence[Exception], /) -> Failures:  # type: ignore[override]
+    def derive(self, errors: Sequence[Exception], /) -> Failures:  # type: ignore[override]  # of exceptions only
         made = Failures(self.message, errors)
         made.results, made.failed = self.results, self.failed
         return made

@@ -1,12 +1,15 @@
-"""How processes and machines are called."""
+"""How processes and machines are called, and what has no name yet."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
+import time
+from typing import TYPE_CHECKING
 
-from orchestrator.settings import Settings
+if TYPE_CHECKING:  # every slot loads this module, and does without the settings
+    from orchestrator.settings import Settings
 
 #: Characters of a host's name in an id, so that the id stays a name.
 MAX_HOST = 100
@@ -25,3 +28,8 @@ def process_id(host: str, pid: int) -> str:
 def node_id(settings: Settings) -> str:
     """The machine this process runs on, as the inventory knows it."""
     return settings.node_id or socket.gethostname()
+
+
+def fresh_id(kind: str) -> str:
+    """One that sorts by time, so that rows of neighbours land on neighbouring pages."""
+    return f"{kind}-{time.time_ns() // 1_000_000:012x}-{os.urandom(8).hex()}"

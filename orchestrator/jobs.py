@@ -14,9 +14,7 @@ that knows which state may follow which. A waiting job may also be deferred: it 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -26,6 +24,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from orchestrator.errors import InvalidInput, PayloadTooLarge
+from orchestrator.identity import fresh_id
 from orchestrator.jsontext import canonical_json
 from orchestrator.names import OWN_KINDS, Key, Name, TypeName
 from orchestrator.ranking import PRIORITY_NAMES
@@ -192,8 +191,7 @@ def after_failure(
 
 
 def new_job_id() -> str:
-    """A fresh id that sorts by time, so that rows of neighbours land on neighbouring pages."""
-    return f"job-{time.time_ns() // 1_000_000:012x}-{os.urandom(8).hex()}"
+    return fresh_id("job")
 
 
 def _named_priority(value: object) -> object:

@@ -1,14 +1,13 @@
 """Workflows: tasks that wait for one another, as clients describe them. Pure; the rows are `store.workflows`.
 
 A task is a job with a name and the names of those it needs. They form a graph without cycles. A task that is critical
-(the default) fails its workflow when it fails; without one that is not, the others go on.
+(the default) fails its workflow when it fails; when one that is not fails, those that need it go on without it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -18,9 +17,11 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from orchestrator.errors import InvalidInput, PayloadTooLarge
+from orchestrator.identity import fresh_id
 from orchestrator.jobs import Moment, NewJob, Status, as_utc, readable
 from orchestrator.jsontext import canonical_json
 from orchestrator.names import MAX_NAME, PATTERN, Name
+from orchestrator.settings import Settings
 
 #: Characters of a workflow's name: with the name of a task it is the id of a job.
 MAX_ID = 100
@@ -110,13 +111,16 @@ class Limits:
     max_tasks: int = 1000
     trace_context: str | None = None
 
+    @classmethod
+    def of(cls, settings: Settings, trace_context: str | None = None) -> Self:
+        return cls(settings.payload_max_bytes, settings.payload_max_depth, settings.batch_max_jobs, trace_context)
+
 
 @dataclass(frozen=True)
 class NewWorkflow:
     """A checked workflow on its way into the store; its tasks in an order in which they could run."""
 
     workflow_id: str
-    generated_id: bool
     name: str | None
     agent: str
     max_runtime_sec: float | None
@@ -140,10 +144,8 @@ class NewWorkflow:
         content = sorted([one.name, one.job.content_hash, [*one.depends_on], one.optional] for one in tasks)
         text = canonical_json([about, content], "workflow", ENVELOPE_DEPTH)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        generated = spec.workflow_id is None
         return cls(
             workflow_id,
-            generated,
             spec.name,
             spec.agent,
             spec.max_runtime_sec,
@@ -165,14 +167,9 @@ def prepare_tasks(bodies: object, workflow_id: str, agent: str, limits: Limits) 
     if len(bodies) > limits.max_tasks:
         raise PayloadTooLarge(f"{len(bodies)} tasks at once; at most {limits.max_tasks} are allowed", "tasks")
     tasks = [Task.prepare(body, workflow_id, agent, limits) for body in bodies]
-    names = [task.name for task in tasks]
-    if twice := next((name for n, name in enumerate(names) if name in names[:n]), None) if _repeats(names) else None:
+    if twice := next((name for name, count in Counter(task.name for task in tasks).items() if count > 1), None):
         raise InvalidInput(f"tasks: {twice!r} is there twice; name each task once", "tasks")
     return tasks
-
-
-def _repeats(names: Sequence[str]) -> bool:
-    return len(set(names)) < len(names)
 
 
 def check_known(tasks: Sequence[Task], known: Sequence[str]) -> None:
@@ -231,7 +228,7 @@ def task_id(workflow_id: str, name: str) -> str:
 
 
 def new_workflow_id() -> str:
-    return f"flow-{time.time_ns() // 1_000_000:012x}-{os.urandom(8).hex()}"
+    return fresh_id("flow")
 
 
 @dataclass(frozen=True)

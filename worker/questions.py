@@ -22,7 +22,7 @@ Answer = tuple[dict[str, Any], str]
 class Questions:
     def __init__(self, db: Database, settings: Settings, worker_id: str, lane: str) -> None:
         self._db = db
-        self._limits = Limits(settings.payload_max_bytes, settings.payload_max_depth)
+        self._limits = Limits.of(settings)
         self._worker_id = worker_id
         self._lane = lane
         self._kinds: dict[str, Callable[[Claim, dict[str, Any], str], Answer]] = {

@@ -5,14 +5,13 @@ They are staged beside the attempt and become jobs when it succeeds, all of them
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from orchestrator.identity import fresh_id
 from orchestrator.jsontext import canonical_json
 from orchestrator.spawning import MAX_TASKS, task_id
 
@@ -42,7 +41,7 @@ class Stage:
         """`send(number, frame)` keeps a frame until the attempt has ended; it raises when that is not possible."""
         self._send = send
         self._max_bytes = max_bytes
-        self._base = f"task-{time.time_ns() // 1_000_000:012x}-{os.urandom(8).hex()}"
+        self._base = fresh_id("task")
         self._lock = threading.RLock()
         self._entries: list[str] = []
         self._size = 0

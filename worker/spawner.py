@@ -27,8 +27,7 @@ BUSY_S = 0.02
 class Spawner:
     def __init__(self, db: Database, settings: Settings, policies: Copy, nudge: Callable[[str], None]) -> None:
         self._db = db
-        limits = Limits(settings.payload_max_bytes, settings.payload_max_depth)
-        self._rules = spawning.Rules(RetryPolicy.of(settings), limits, policies.book)
+        self._rules = spawning.Rules(RetryPolicy.of(settings), Limits.of(settings), policies.book)
         self._nudge = nudge
         self._over = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spawner")

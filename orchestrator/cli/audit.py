@@ -21,8 +21,9 @@ _LISTED = ("ts", "event_type", "job_id", "pool_id", "attempt", "worker_id", "act
 _WIDTHS = (27, 18, 24, 12, 7, 24, 16)
 #: Pages that are looked at for events that may be rare; each is a bounded part of the trail.
 MOST_PAGES = 20
-#: Seconds between two looks for what is new, and of a row that answers are asked for at a time.
+#: Seconds between two looks for what is new.
 LOOK_EVERY_S = 1.0
+#: Events that are asked for at a time.
 PAGE = 1000
 
 Event = dict[str, Any]

@@ -67,4 +67,5 @@ dead_job_ids = names("/dlq", "dead_letters", "job_id", about="reason", params={"
 pool_ids = names("/workers/pool", "pools", "pool_id")
 node_ids = names("/nodes", "nodes", "node_id", about="gpu_backend")
 schedule_ids = names("/schedules", "schedules", "schedule_id", about="cron")
+workflow_ids = names("/workflows", "workflows", "workflow_id", params={"limit": 100})
 gpu_uuids = names("/gpus", "gpus", "gpu_uuid", about="name")

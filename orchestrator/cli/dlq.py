@@ -14,11 +14,10 @@ from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
 from orchestrator.client.api import Api
 from orchestrator.client.paths import job_path
+from orchestrator.client.steps import BULK_S
 from orchestrator.errors import NotFound
 
 _LISTED = ("job_id", "type", "agent", "pool_id", "reason", "attempts", "redrives", "buried_at", "last_error")
-#: Seconds that moving thousands of letters may take longer than other requests.
-BULK_S = 120.0
 
 
 @click.group()

@@ -12,8 +12,10 @@ from orchestrator.cli.bars import gpu_lines
 from orchestrator.cli.output import printable
 from orchestrator.cli.progress import duration
 from orchestrator.cli.style import STATUS_COLOURS, cut, fit, painted, width_of
+from orchestrator.jobs import Status
 
-_STATUSES = ("pending", "claimed", "running", "done", "skipped", "failed", "cancelled", "dead_letter")
+#: Shown also when there is none.
+_ALWAYS = (Status.PENDING, Status.CLAIMED, Status.RUNNING, Status.DONE)
 
 Row = Mapping[str, Any]
 
@@ -76,7 +78,7 @@ def _head(look: Look, width: int) -> Iterable[str]:
     else:
         yield _leader(look.leader)
     counts, more = look.stats["status"], set(look.stats["at_least"])
-    shown = [name for name in _STATUSES if counts.get(name) or name in _STATUSES[:4]]
+    shown = [name for name in Status if counts.get(name) or name in _ALWAYS]
     parts = [f"{name} {painted(_number(counts.get(name, 0), name in more), bold=True)}" for name in shown]
     yield "jobs    " + "  ".join(parts)
     slots, busy = (sum(int(one.get(key) or 0) for one in look.alive) for key in ("slots", "busy"))

@@ -24,6 +24,7 @@ from orchestrator.cli.output import print_json, printable
 from orchestrator.cli.progress import Pace, Progress, duration
 from orchestrator.client.api import Api
 from orchestrator.client.importing import IN_FLIGHT, NAME_CHARACTERS, Importing, Line, Refusal, Settled, name_of, read
+from orchestrator.client.submitting import PATIENCE_S
 from orchestrator.errors import ConfigError, OrchestratorError, Unavailable
 from orchestrator.names import is_name
 
@@ -67,7 +68,7 @@ class Totals:
     "--patience",
     "patience_s",
     type=click.FloatRange(0),
-    default=300,
+    default=PATIENCE_S,
     show_default=True,
     help="Seconds to wait for a server that is away or says to come again later.",
 )
@@ -106,10 +107,10 @@ def import_jobs(
             raise click.UsageError(str(wrong)) from None
         except OrchestratorError as failed:
             error = failed
-    return _end(report, signals.number, error, file, as_json=as_json)
+    return _end(report, signals.number, error, as_json=as_json)
 
 
-def _end(report: _Report, signal_number: int | None, error: Exception | None, file: Path, *, as_json: bool) -> int:
+def _end(report: _Report, signal_number: int | None, error: Exception | None, *, as_json: bool) -> int:
     totals = report.totals
     unfinished = error or report.error
     complete = unfinished is None and signal_number is None

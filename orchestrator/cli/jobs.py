@@ -94,7 +94,7 @@ def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> in
 @click.option("--agent")
 @click.option("--pool", "pool_id", shell_complete=completion.pool_ids)
 @click.option("--type", "type")
-@click.option("--workflow", "workflow_id", help="Tasks of this workflow.")
+@click.option("--workflow", "workflow_id", shell_complete=completion.workflow_ids, help="Tasks of this workflow.")
 @click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
 @click.option("--cursor", help="Continue where an earlier page ended.")
 @with_api

@@ -34,6 +34,20 @@ _METAVARS = {
 
 Command = Callable[..., Any]
 
+#: What whoever starts a worker may set.
+OF_WORKERS = (
+    "worker_pool",
+    "worker_slots",
+    "worker_handlers",
+    "gpu_backend",
+    "node_id",
+    "database_url",
+    "redis_url",
+    "data_dir",
+    "log_level",
+    "log_format",
+)
+
 
 def with_settings(*fields: str, **renamed: str) -> Callable[[Command], Command]:
     """`@with_settings("port", worker_slots="--workers")`: the command gets `loaded` as its first argument."""

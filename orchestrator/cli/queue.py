@@ -13,14 +13,13 @@ import click
 from orchestrator.cli import REFUSED, completion
 from orchestrator.cli.asking import agreed
 from orchestrator.cli.http import with_api
-from orchestrator.cli.options import Command, as_json, with_settings
+from orchestrator.cli.options import OF_WORKERS, Command, as_json, with_settings
 from orchestrator.cli.output import print_json, print_record, print_table, printable
 from orchestrator.cli.progress import duration
 from orchestrator.client.api import Api
+from orchestrator.client.steps import BULK_S
 from orchestrator.config import Loaded
 
-#: Seconds that starting thousands of jobs over may take longer than other requests.
-BULK_S = 120.0
 _UNFINISHED = ("pending", "claimed", "running")
 
 
@@ -167,18 +166,7 @@ def retry_failed(
 @queue.command("run")
 @click.option("--drain", is_flag=True, help="Exit when nothing of the lane waits or runs any more.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1).")
-@with_settings(
-    "worker_pool",
-    "worker_slots",
-    "worker_handlers",
-    "gpu_backend",
-    "node_id",
-    "database_url",
-    "redis_url",
-    "data_dir",
-    "log_level",
-    "log_format",
-)
+@with_settings(*OF_WORKERS)
 @as_json
 def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: bool) -> int:
     """Run a worker here, with a progress bar; --drain ends it when its lane is empty.

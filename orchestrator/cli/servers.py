@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import click
 
-from orchestrator.cli.options import with_settings
+from orchestrator.cli.options import OF_WORKERS, with_settings
 from orchestrator.cli.schema import opened, require_schema
 from orchestrator.config import Loaded
 from orchestrator.settings import Settings
@@ -34,18 +34,7 @@ def serve(loaded: Loaded, *, migrate_first: bool) -> None:
 
 
 @click.command()
-@with_settings(
-    "worker_pool",
-    "worker_slots",
-    "worker_handlers",
-    "gpu_backend",
-    "node_id",
-    "database_url",
-    "redis_url",
-    "data_dir",
-    "log_level",
-    "log_format",
-)
+@with_settings(*OF_WORKERS)
 def worker(loaded: Loaded) -> int:
     """Run jobs on this machine: one supervisor, a child process per slot."""
     # The worker imports the orchestrator, never the reverse, save this command.

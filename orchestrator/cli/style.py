@@ -34,7 +34,9 @@ def has_colour(stream: TextIO) -> bool:
 def painted(text: str, stream: TextIO | None = None, **style: str | bool | None) -> str:
     """With `fg`, `bold` and the rest of click's styles where there may be colour; otherwise as it is."""
     given = {key: value for key, value in style.items() if value}
-    return click.style(text, **given) if given and has_colour(stream or sys.stdout) else text  # type: ignore[arg-type]
+    if not given or not has_colour(stream or sys.stdout):
+        return text
+    return click.style(text, **given)  # type: ignore[arg-type]  # each of its arguments has a type of its own
 
 
 def columns() -> int | None:

@@ -7,6 +7,7 @@ from typing import IO, Any
 
 import click
 
+from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
@@ -38,7 +39,7 @@ def create(api: Api, file: IO[bytes], *, as_json: bool) -> None:
 
 
 @workflows.command()
-@click.argument("workflow_id")
+@click.argument("workflow_id", shell_complete=completion.workflow_ids)
 @click.argument("file", type=click.File("rb"))
 @with_api
 @as_json
@@ -69,7 +70,7 @@ def list_workflows(api: Api, *, as_json: bool, **filters: Any) -> None:
 
 
 @workflows.command()
-@click.argument("workflow_id")
+@click.argument("workflow_id", shell_complete=completion.workflow_ids)
 @click.option("--limit", type=click.IntRange(1, 500), default=100, show_default=True, help="Tasks to a page.")
 @click.option("--cursor", help="Continue where an earlier page of tasks ended.")
 @with_api
@@ -80,7 +81,7 @@ def show(api: Api, workflow_id: str, *, as_json: bool, **page: Any) -> None:
 
 
 @workflows.command()
-@click.argument("workflow_id")
+@click.argument("workflow_id", shell_complete=completion.workflow_ids)
 @with_api
 @as_json
 def events(api: Api, workflow_id: str, *, as_json: bool) -> None:
@@ -93,7 +94,7 @@ def events(api: Api, workflow_id: str, *, as_json: bool) -> None:
 
 
 @workflows.command()
-@click.argument("workflow_id")
+@click.argument("workflow_id", shell_complete=completion.workflow_ids)
 @with_api
 @as_json
 def cancel(api: Api, workflow_id: str, *, as_json: bool) -> None:
@@ -106,7 +107,7 @@ def cancel(api: Api, workflow_id: str, *, as_json: bool) -> None:
 
 
 @workflows.command("retry-failed")
-@click.argument("workflow_id")
+@click.argument("workflow_id", shell_complete=completion.workflow_ids)
 @with_api
 @as_json
 def retry_failed(api: Api, workflow_id: str, *, as_json: bool) -> None:
@@ -115,7 +116,7 @@ def retry_failed(api: Api, workflow_id: str, *, as_json: bool) -> None:
 
 
 @workflows.command()
-@click.argument("workflow_id")
+@click.argument("workflow_id", shell_complete=completion.workflow_ids)
 @click.argument("task")
 @with_api
 @as_json

@@ -197,7 +197,7 @@ class Added(TypedDict):
     """Which tasks are new."""
 
     workflow_id: str
-    added: Any
+    added: list[str]
 
 
 class Workflow(TypedDict):

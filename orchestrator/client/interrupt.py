@@ -5,7 +5,6 @@
   every SIGURG that is not ours, and put back with the last lease.
 - In any other thread by the interpreter's own way (PyThreadState_SetAsyncExc): between two steps of Python code, so a
   thread that waits hears of it when its wait is over.
-
 - In a task of an event loop by cancelling it, as `asyncio.timeout` does: `async with` makes LeaseLost of that.
 
 None of them reaches into a call of a C library that does not return (a CUDA kernel, an endless read in a driver): the

@@ -31,11 +31,12 @@ from orchestrator.client.errors import NotEnded
 from orchestrator.client.operations import Door, Noun, operation, streaming
 from orchestrator.client.paths import job_path, pool_path, workflow_path
 from orchestrator.client.patience import Patience
-from orchestrator.client.steps import NOTHING, TIMEOUT_S, Emit, Emits, Operation, Pause, Request
+from orchestrator.client.steps import BULK_S, NOTHING, TIMEOUT_S, Emit, Emits, Operation, Pause, Request
 from orchestrator.client.submitting import PATIENCE_S, JobBody, Submitting
 from orchestrator.client.submitting import Jobs as Many
 from orchestrator.errors import JobNotFound
 from orchestrator.jobs import TERMINAL
+from orchestrator.workflows import new_workflow_id
 
 #: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.
 POLL_S = 25.0
@@ -43,8 +44,6 @@ POLL_S = 25.0
 ASK_ABOUT, TURN_S = 1000, 1.0
 #: Seconds between two looks at a workflow: the first, and at most.
 LOOK_S, LOOK_MAX_S = 0.2, 5.0
-#: Seconds that moving thousands of dead letters may take longer than other requests.
-BULK_S = 120.0
 #: Rows of one page.
 PAGE = 500
 
@@ -181,9 +180,11 @@ class JobsOf(Polite[Door]):
         agent: str | None = None,
         pool_id: str | None = None,
         type: str | None = None,
+        workflow_id: str | None = None,
     ) -> Emits[Job]:
         """All that match, newest first, without payloads; pages are asked for as you go on."""
-        return self._pages("/jobs", "jobs", {"status": status, "agent": agent, "pool_id": pool_id, "type": type})
+        filters = {"status": status, "agent": agent, "pool_id": pool_id, "type": type, "workflow_id": workflow_id}
+        return self._pages("/jobs", "jobs", filters)
 
     @operation
     def cancel(self, job_id: str) -> Operation[Cancelled]:
@@ -307,8 +308,7 @@ class WorkflowsOf(Polite[Door]):
         self, /, tasks: Sequence[Mapping[str, Any]], workflow_id: str | None = None, **fields: Any
     ) -> Operation[Workflow]:
         """Tasks are jobs with a `name` and perhaps `depends_on`. The same id and content again is the same one."""
-        name = workflow_id or f"wf-{int(time.time()):x}-{secrets.token_hex(6)}"
-        body = {"workflow_id": name, "tasks": [dict(task) for task in tasks]} | fields
+        body = {"workflow_id": workflow_id or new_workflow_id(), "tasks": [dict(task) for task in tasks]} | fields
         return self._post("/workflows", body, repeatable=True)
 
     @operation

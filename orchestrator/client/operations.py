@@ -36,7 +36,7 @@ class Noun(Generic[Door]):
 class operation(Generic[P, R]):  # noqa: N801 - a decorator
     def __init__(self, steps: Callable[Concatenate[Any, P], Operation[R]]) -> None:
         self.steps = steps
-        functools.update_wrapper(self, steps)  # type: ignore[arg-type]
+        functools.update_wrapper(self, steps)  # type: ignore[arg-type]  # an instance takes them as well
 
     @overload
     def __get__(self, noun: None, owner: object) -> Self: ...
@@ -46,13 +46,13 @@ class operation(Generic[P, R]):  # noqa: N801 - a decorator
     def __get__(self, noun: Noun[AsyncApi], owner: object) -> Callable[P, Coroutine[Any, Any, R]]: ...
 
     def __get__(self, noun: Noun[Any] | None, owner: object) -> Any:
-        return self if noun is None else _bound(self.steps, noun, noun._door.run)  # noqa: SLF001
+        return self if noun is None else _bound(self.steps, noun, noun._door.run)  # noqa: SLF001 - its own decorator
 
 
 class streaming(Generic[P, Item]):  # noqa: N801 - a decorator
     def __init__(self, steps: Callable[Concatenate[Any, P], Emits[Item]]) -> None:
         self.steps = steps
-        functools.update_wrapper(self, steps)  # type: ignore[arg-type]
+        functools.update_wrapper(self, steps)  # type: ignore[arg-type]  # an instance takes them as well
 
     @overload
     def __get__(self, noun: None, owner: object) -> Self: ...
@@ -62,7 +62,7 @@ class streaming(Generic[P, Item]):  # noqa: N801 - a decorator
     def __get__(self, noun: Noun[AsyncApi], owner: object) -> Callable[P, AsyncGenerator[Item, None]]: ...
 
     def __get__(self, noun: Noun[Any] | None, owner: object) -> Any:
-        return self if noun is None else _bound(self.steps, noun, noun._door.iterate)  # noqa: SLF001
+        return self if noun is None else _bound(self.steps, noun, noun._door.iterate)  # noqa: SLF001 - its own decorator
 
 
 def _bound(steps: Callable[..., Any], noun: Noun[Any], drive: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ from orchestrator.limits import Lane
 
 #: Seconds to connect and to answer; what a long poll waits comes on top.
 TIMEOUT_S = 15.0
+#: Seconds that changing thousands of jobs may take longer than other requests.
+BULK_S = 120.0
 NOTHING: Mapping[str, object] = MappingProxyType({})
 
 R = TypeVar("R")

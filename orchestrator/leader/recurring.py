@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from orchestrator.errors import StaleEpoch, Unavailable
@@ -13,15 +13,13 @@ from orchestrator.schedules import recurring_job
 from orchestrator.settings import Settings
 from orchestrator.store import schedules
 from orchestrator.store.admission import Admission
-from orchestrator.store.submit import MetOthers
+from orchestrator.store.submit import meeting_nobody
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 #: Schedules that share a transaction; each may catch up on a hundred times.
 TOGETHER = 20
-#: Runs of a firing that keeps meeting rows which others insert at the same moment: an agent's first, or a lane's.
-MAX_RUNS = 10
 
 
 def fire_schedules(
@@ -40,7 +38,7 @@ def _fire(
 ) -> list[NewJob]:
     ruling = admission.ruling()
     try:
-        fired = _met_nobody(
+        fired = meeting_nobody(
             lambda: term.write(lambda conn: schedules.fire(conn, term.db, schedule_ids, make, policy, ruling.decide))
         )
     except (StaleEpoch, Unavailable):
@@ -54,12 +52,3 @@ def _fire(
         return []
     ruling.committed()
     return fired
-
-
-def _met_nobody(fire: Callable[[], list[NewJob]]) -> list[NewJob]:
-    for _ in range(MAX_RUNS - 1):
-        try:
-            return fire()
-        except MetOthers:  # rolled back; the next run finds what they inserted
-            continue
-    return fire()

@@ -51,8 +51,7 @@ def _sweep(term: Term, workflow_id: str) -> Walk:
 
 
 def _make(term: Term, settings: Settings, policy: RetryPolicy, policies: Copy, lanes: set[str]) -> int:
-    limits = Limits(settings.payload_max_bytes, settings.payload_max_depth)
-    rules = spawning.Rules(policy, limits, policies.book)
+    rules = spawning.Rules(policy, Limits.of(settings), policies.book)
     total = 0
     for one in term.db.read(lambda conn: spawning.marked(conn, MOST)):
         for _ in range(MAKES):

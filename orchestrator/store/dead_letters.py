@@ -212,10 +212,7 @@ def redrive(
     `delay(n)` is how many seconds the n-th of them waits: a crowd that failed together need not come back together.
     """
     found = [row for row in _lock(conn, job_ids, jobs.c.workflow_id.is_(None)) if row.redrives < redrive_max]
-    place = {job_id: n for n, job_id in enumerate(job_ids)}
-    delays = {row.job_id: delay(place[row.job_id]) for row in found}
-    _start_over(conn, job_rules.REDRIVE, found, delays, actor)
-    return _removed(found)
+    return _redrive(conn, found, job_ids, delay, actor)
 
 
 def redrive_ended(
@@ -229,7 +226,13 @@ def redrive_ended(
     """The same for jobs that ended in one of these states, with a letter or without."""
     ended = lock_ended(conn, job_ids, jobs.c.workflow_id.is_(None))
     found = [one for one in ended if one.status in statuses and one.redrives < redrive_max]
-    place = {job_id: n for n, job_id in enumerate(job_ids)}
+    return _redrive(conn, found, job_ids, delay, actor)
+
+
+def _redrive(
+    conn: Connection, found: Sequence[Found], asked: Sequence[str], delay: Callable[[int], float], actor: str | None
+) -> Removed:
+    place = {job_id: n for n, job_id in enumerate(asked)}
     delays = {one.job_id: delay(place[one.job_id]) for one in found}
     _start_over(conn, job_rules.REDRIVE, found, delays, actor)
     return _removed(found)

@@ -20,7 +20,7 @@ from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs, spawns, workflows
-from orchestrator.workflows import FlowStatus, Progress
+from orchestrator.workflows import BAD, GOOD, FlowStatus, Progress
 
 #: What stands before a workflow's id where the audit names it.
 AUDITED = "workflow:"
@@ -29,6 +29,8 @@ AUDITED = "workflow:"
 PENDING, ALL, RETRY = "pending", "all", "retry"
 #: Tasks that one transaction goes through.
 BATCH = 500
+#: Of a task's job: it ended so that those who need it may go on.
+MET = or_(jobs.c.status.in_(sorted(GOOD)), and_(jobs.c.optional, jobs.c.status.in_(sorted(BAD))))
 
 
 class Flow(NamedTuple):
@@ -91,10 +93,19 @@ def change(conn: Connection, workflow_id: str, **values: Any) -> None:
     conn.execute(update(workflows).where(workflows.c.workflow_id == workflow_id).values(**values))
 
 
-def ended(status: FlowStatus, reason: str | None = None) -> dict[str, Any]:
-    """The columns of one that is over."""
-    told = None if reason is None else reason[:255]
-    return {"status": status, "reason": told, "finished_at": utc_now(), "expires_at": None}
+def end(
+    conn: Connection,
+    workflow_id: str,
+    status: FlowStatus,
+    reason: str | None = None,
+    actor: str | None = None,
+    **values: Any,
+) -> None:
+    """It is over, and why if not because all is done; it is locked. `values` are what else changes in its row."""
+    over = {"status": status, "reason": reason and reason[:255], "finished_at": utc_now(), "expires_at": None}
+    change(conn, workflow_id, **over, **values)
+    details = {"reason": reason[:500]} if reason else {}
+    audit.record(conn, [event(str(status), workflow_id, actor, **details)])
 
 
 def reopened(flow: Flow) -> dict[str, Any]:

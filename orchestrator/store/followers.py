@@ -104,13 +104,13 @@ def settle(conn: Connection, ended: Sequence[Ended]) -> set[str]:
         of_each[str(one.workflow_id)].append(one)
     critical = _critical(conn, ended)
     going_on: list[str] = []
-    failed: dict[str, str] = {}
+    failed: list[str] = []
     for workflow_id, flow in flows.lock(conn, of_each.keys()).items():
         own = of_each[workflow_id]
         fatal = next((critical[one.job_id] for one in own if one.job_id in critical), None) if flow.runs else None
         _count(conn, flow, own, fatal)
         if fatal is not None:
-            failed[workflow_id] = fatal
+            failed.append(workflow_id)
         elif flow.runs:
             going_on += [one.job_id for one in own]
     lanes = _let_go(conn, going_on)
@@ -168,12 +168,11 @@ def _count(conn: Connection, flow: Flow, own: Sequence[Ended], fatal: str | None
         spawns.add(conn, [one for one in own if one.spawned])
         audit.record(conn, [flows.event("grown", flow.workflow_id, by=own[0].job_id, tasks=added)])
     if fatal is not None:
-        values |= flows.ended(FlowStatus.FAILED, fatal) | {"sweep": flows.PENDING}
-        audit.record(conn, [flows.event("failed", flow.workflow_id, reason=fatal)])
+        flows.end(conn, flow.workflow_id, FlowStatus.FAILED, fatal, sweep=flows.PENDING, **values)
     elif flow.runs and progress.over and flow.sweep is None:
-        values |= flows.ended(FlowStatus.DONE)
-        audit.record(conn, [flows.event("done", flow.workflow_id, tasks=progress.total)])
-    flows.change(conn, flow.workflow_id, **values)
+        flows.end(conn, flow.workflow_id, FlowStatus.DONE, **values)
+    else:
+        flows.change(conn, flow.workflow_id, **values)
 
 
 # ── those who waited ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -99,8 +99,8 @@ def _that_fit(conn: Connection, job_ids: Sequence[str], max_bytes: int) -> list[
     """The first of them, as long as their results are no larger together; one at least."""
     if not job_ids:
         return []
-    lengths = select(results.c.job_id, func.length(results.c.result)).where(results.c.job_id.in_(job_ids))
-    sizes: dict[str, int] = {job_id: size for job_id, size in conn.execute(lengths)}  # noqa: C416 - as below
+    lengths = select(results.c.job_id, func.length(results.c.result).label("size"))
+    sizes = {row.job_id: int(row.size) for row in conn.execute(lengths.where(results.c.job_id.in_(job_ids)))}
     sums = itertools.accumulate(sizes.get(job_id, 0) for job_id in job_ids)
     return [
         job_id

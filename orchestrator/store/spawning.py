@@ -20,19 +20,17 @@ from orchestrator.gates import CAPACITY, FOR_UNITS, QUIET, UNTIL_QUIET
 from orchestrator.jobs import OWNED, NewJob, RetryPolicy
 from orchestrator.policies import Book
 from orchestrator.spawning import Spawned
-from orchestrator.store import audit, flows
+from orchestrator.store import flows
 from orchestrator.store.blocked import TASKS
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import by_key, upsert
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, spawns, task_edges, task_stages, workflows
-from orchestrator.store.submit import Entering, MetOthers, enter, no_policies
-from orchestrator.workflows import BAD, GOOD, FlowStatus, Limits
+from orchestrator.store.submit import Entering, enter, meeting_nobody, no_policies
+from orchestrator.workflows import FlowStatus, Limits
 
 #: Tasks that become jobs in one transaction.
 BATCH = 500
-#: Runs of a batch that keeps meeting rows which others insert at the same moment: an agent's first, or a lane's.
-MAX_RUNS = 10
 
 
 @dataclass(frozen=True)
@@ -111,12 +109,7 @@ def make_some(
     db: Database, one: Marked, rules: Rules, write: Callable[[Callable[[Connection], Made]], Made] | None = None
 ) -> Made:
     """The next batch, in a transaction of its own (`write`: of the leader's)."""
-    for _ in range(MAX_RUNS - 1):
-        try:
-            return (write or db.write)(lambda conn: make(conn, db, one, rules))
-        except MetOthers:  # rolled back; the next run finds what they inserted
-            continue
-    return (write or db.write)(lambda conn: make(conn, db, one, rules))
+    return meeting_nobody(lambda: (write or db.write)(lambda conn: make(conn, db, one, rules)))
 
 
 def make(conn: Connection, db: Database, one: Marked, rules: Rules) -> Made:
@@ -184,11 +177,8 @@ def _waits(conn: Connection, workflow_id: str, found: Sequence[Spawned]) -> dict
     if needed:
         # Under this lock nobody's end passes unseen: who ends one of them later finds our edge.
         flows.lock_one(conn, workflow_id)
-        bad = and_(jobs.c.optional, jobs.c.status.in_(sorted(BAD)))
-        ended = by_key(select(jobs.c.job_id), jobs).where(
-            jobs.c.job_id.in_(sorted(needed)), or_(jobs.c.status.in_(sorted(GOOD)), bad)
-        )
-        over = set(conn.execute(ended).scalars())
+        met = by_key(select(jobs.c.job_id), jobs).where(jobs.c.job_id.in_(sorted(needed)), flows.MET)
+        over = set(conn.execute(met).scalars())
     return {task.job_id: (task.parts or 0) + sum(one not in over for one in task.needs) for task in found}
 
 
@@ -222,9 +212,8 @@ def _give_up(conn: Connection, marker: Row[Any], why: str) -> Made:
     """What is left of it can never become jobs: its workflow fails, and does not wait for them."""
     flow = flows.lock_one(conn, marker.workflow_id)
     reason = f"tasks of {marker.job_id} cannot be made: {why}"
-    values = flows.ended(FlowStatus.FAILED, reason) | {"sweep": flows.PENDING}
-    flows.change(conn, flow.workflow_id, total=flow.total - marker.remaining, **values)
-    audit.record(conn, [flows.event("failed", flow.workflow_id, reason=reason[:500])])
+    left = flow.total - marker.remaining
+    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, reason, sweep=flows.PENDING, total=left)
     conn.execute(delete(spawns).where(spawns.c.job_id == marker.job_id, spawns.c.attempt == marker.attempt))
     _forget(conn, [Marked(marker.job_id, marker.attempt)])
     return Made()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import IntegrityError
@@ -27,6 +27,8 @@ from orchestrator.store.schema import jobs, lanes
 MAX_RUNS = 10
 #: What a transaction ends with that met such an id, or a row of a lane or an agent that nobody had before.
 MetOthers = IntegrityError
+
+R = TypeVar("R")
 #: From so many jobs on, accounts are charged apart: an agent's row would be locked while hundreds of jobs are written,
 #: and three flushers that submit for one agent would take turns, for a fifth less than they write side by side.
 #: A batch that fails after that was charged in vain, which costs its agent a little of its share and nothing else.
@@ -94,6 +96,16 @@ def submit_jobs(
         except IntegrityError:
             lookup = [job.job_id for job in batch]
     raise DatabaseUnavailable(f"submit met ids that others inserted at the same moment, {MAX_RUNS} times in a row")
+
+
+def meeting_nobody(write: Callable[[], R]) -> R:
+    """What a transaction answers that may meet rows which others insert at the same moment: an agent's, a lane's."""
+    for _ in range(MAX_RUNS - 1):
+        try:
+            return write()
+        except MetOthers:  # rolled back; the next run finds what they inserted
+            continue
+    return write()
 
 
 def submit_within(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, delete, func, or_, select, update
+from sqlalchemy import Connection, delete, func, or_, select, update
 
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import OWNED, Queued, Status
@@ -68,14 +68,14 @@ class Walk:
 def _stop_sweeping(conn: Connection, workflow_id: str) -> None:
     """All tasks were seen to. It may be over: nobody ends one whose tasks are being started over."""
     flow = flows.lock_one(conn, workflow_id)
-    over = flow.runs and flow.progress.over
-    flows.change(conn, workflow_id, sweep=None, **(flows.ended(FlowStatus.DONE) if over else {}))
-    if over:
-        audit.record(conn, [flows.event("done", workflow_id, tasks=flow.total)])
+    if flow.runs and flow.progress.over:
+        flows.end(conn, workflow_id, FlowStatus.DONE, sweep=None)
+    else:
+        flows.change(conn, workflow_id, sweep=None)
 
 
 def cancel_some(conn: Connection, flow: Flow, after: Place | None) -> Step:
-    """Cancel tasks of a workflow that goes on no more: those that wait, and if `all` shall end those that run."""
+    """Cancel tasks of a workflow that goes on no more: those that wait, and with `ALL` ask those that run to stop."""
     rows = flows.tasks(conn, flow.workflow_id, after, jobs.c.status)
     waiting = [row.job_id for row in rows if row.status == Status.PENDING]
     running = [row.job_id for row in rows if row.status in OWNED] if flow.sweep == flows.ALL else []
@@ -102,11 +102,11 @@ def _ask(conn: Connection, job_ids: Sequence[str]) -> int:
 # ── starting over ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def restart_some(conn: Connection, flow: Flow, after: Place | None, actor: str | None = None) -> Step:
+def restart_some(conn: Connection, flow: Flow, after: Place | None) -> Step:
     """Start those of a batch over that ended badly."""
     rows = flows.tasks(conn, flow.workflow_id, after, jobs.c.status)
     bad = [row.job_id for row in rows if row.status in BAD]
-    lanes, entry_ids = restart(conn, flow, bad, actor)
+    lanes, entry_ids = restart(conn, flow, bad, None)
     return Step(flows.place_behind(rows), 0, lanes, 0, tuple(entry_ids))
 
 
@@ -134,11 +134,7 @@ def _wait_again(conn: Connection, job_ids: Sequence[str]) -> None:
 
     What is not there any more was purged, and is waited for by nobody; what is not there yet is.
     """
-    over = or_(
-        jobs.c.job_id.is_(None),
-        jobs.c.status.in_(sorted(GOOD)),
-        and_(jobs.c.optional, jobs.c.status.in_(sorted(BAD))),
-    )
+    over = or_(jobs.c.job_id.is_(None), flows.MET)
     behind = task_edges.outerjoin(jobs, jobs.c.job_id == task_edges.c.needs_id)
     met = select(task_edges.c.task_id, func.count().label("met")).select_from(behind)
     found = met.where(task_edges.c.task_id.in_(job_ids), over).group_by(task_edges.c.task_id)

@@ -29,9 +29,9 @@ from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, task_edges, workflows
 from orchestrator.store.submit import Admit, Entering, enter, let_in, no_policies
 from orchestrator.store.sweeping import Walk
-from orchestrator.workflows import BAD, GOOD, FlowStatus, NewWorkflow, Progress, Task, check_known, in_order, task_id
+from orchestrator.workflows import FlowStatus, NewWorkflow, Progress, Task, check_known, in_order, task_id
 
-#: Tasks that one rerun may start over, and of whose needs somebody hears that looks at a workflow.
+#: Tasks that one rerun may start over; and needs of a task that are shown with it.
 MOST_RERUN, MOST_NEEDS = 5000, 50
 TOO_LONG = "it took longer than its max_runtime_sec or its deadline_at allow"
 
@@ -86,25 +86,23 @@ def add(
     that nobody knows, or why one is not let in.
     """
     flow = flows.lock_one(conn, workflow_id)
-    new = _without_known(conn, workflow_id, tasks)
+    new = _without_known(conn, tasks)
     if not new:
         return []
     if refused := flows.refusal(workflow_id, flow):
         raise refused
     names = {task.name for task in new}
     needed = {name: task_id(workflow_id, name) for task in new for name in task.depends_on if name not in names}
-    standing = _standing(conn, workflow_id, list(needed.values()))
-    check_known(new, [name for name, job_id in needed.items() if job_id in standing])
-    waits = {
-        task.name: sum(name in names or _is_open(standing[needed[name]]) for name in task.depends_on) for task in new
-    }
+    met = _met(conn, workflow_id, list(needed.values()))
+    check_known(new, [name for name, job_id in needed.items() if job_id in met])
+    waits = {task.name: sum(name in names or not met[needed[name]] for name in task.depends_on) for task in new}
     _enter(conn, db, workflow_id, in_order(new), waits, rules)
     flows.add_tasks(conn, [workflow_id] * len(new))
     audit.record(conn, [flows.event("extended", workflow_id, actor, tasks=sorted(names)[:100], count=len(new))])
     return [task.name for task in new]
 
 
-def _without_known(conn: Connection, workflow_id: str, tasks: Sequence[Task]) -> list[Task]:
+def _without_known(conn: Connection, tasks: Sequence[Task]) -> list[Task]:
     """Those that are not there yet. Asking twice is no error; the same name for something else is."""
     ids = {task.job.job_id: task for task in tasks}
     found = conn.execute(select(jobs.c.job_id, jobs.c.payload_hash).where(jobs.c.job_id.in_(list(ids))))
@@ -121,16 +119,14 @@ def _check_free(conn: Connection, new: Sequence[NewJob]) -> None:
         raise JobConflict(taken)
 
 
-def _standing(conn: Connection, workflow_id: str, job_ids: Sequence[str]) -> dict[str, Row[Any]]:
-    """As they are committed: who ends one of them waits for our lock, and sees what we add."""
-    columns: list[Any] = [jobs.c.job_id, jobs.c.status, jobs.c.optional]
-    found = select(*columns).where(jobs.c.job_id.in_(job_ids), jobs.c.workflow_id == workflow_id)
-    return {row.job_id: row for row in conn.execute(found)} if job_ids else {}
+def _met(conn: Connection, workflow_id: str, job_ids: Sequence[str]) -> dict[str, bool]:
+    """Of those that are there, whether who needs one may go on.
 
-
-def _is_open(task: Row[Any]) -> bool:
-    """Whether those who need it wait for it."""
-    return task.status not in GOOD and not (task.optional and task.status in BAD)
+    As they are committed: who ends one of them waits for our lock, and sees what we add.
+    """
+    found = select(jobs.c.job_id, flows.MET.label("met"))
+    found = found.where(jobs.c.job_id.in_(job_ids), jobs.c.workflow_id == workflow_id)
+    return {row.job_id: bool(row.met) for row in conn.execute(found)} if job_ids else {}
 
 
 def _enter(
@@ -265,7 +261,7 @@ def cancel(conn: Connection, workflow_id: str, actor: str | None = None) -> Walk
     if not flow.runs and flow.status != FlowStatus.CANCELLED:
         raise WorkflowEnded(workflow_id, flow.status)
     if flow.runs:
-        _stop(conn, flow, FlowStatus.CANCELLED, "somebody cancelled it", actor)
+        flows.end(conn, flow.workflow_id, FlowStatus.CANCELLED, "somebody cancelled it", actor, sweep=flows.ALL)
     return _first_batch(conn, workflow_id)
 
 
@@ -278,13 +274,8 @@ def expire(conn: Connection, workflow_id: str) -> Walk:
     )
     if not flow.runs or conn.execute(late).first() is None:
         return Walk()
-    _stop(conn, flow, FlowStatus.FAILED, TOO_LONG, None)
+    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, TOO_LONG, None, sweep=flows.ALL)
     return _first_batch(conn, workflow_id)
-
-
-def _stop(conn: Connection, flow: Flow, status: FlowStatus, reason: str, actor: str | None) -> None:
-    flows.change(conn, flow.workflow_id, **flows.ended(status, reason), sweep=flows.ALL)
-    audit.record(conn, [flows.event(str(status), flow.workflow_id, actor, reason=reason)])
 
 
 def _first_batch(conn: Connection, workflow_id: str) -> Walk:

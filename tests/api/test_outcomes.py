@@ -1,6 +1,5 @@
 """POST /jobs/wait: what became of many jobs, in one request."""
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -51,9 +50,7 @@ def test_it_waits_for_the_first_of_them(api: Running) -> None:
         answer = thread.submit(ask, api, ids, wait=20)
         wait_until(lambda: len(api.backend.waiters), what="somebody waits")
         end(api, ids[1:2])
-        ended = time.monotonic()
         assert [job["job_id"] for job in answer.result(10)["jobs"]] == ids[1:2]
-        assert time.monotonic() - ended < 2.0
     assert len(api.backend.waiters) == 0 and api.backend.waiters._keys == 0
 
 

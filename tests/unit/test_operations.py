@@ -206,7 +206,8 @@ def test_workflows(api):
         ("POST", "/workflows/w/rerun"),
     ]
     made, *_, again = script.requests
-    assert isinstance(made.body, dict) and made.body["name"] == "nightly" and made.body["workflow_id"].startswith("wf-")
+    assert isinstance(made.body, dict) and made.body["name"] == "nightly"
+    assert str(made.body["workflow_id"]).startswith("flow-")
     assert again.body == {"task": "b"}
 
 
