@@ -149,17 +149,35 @@ class Timing:
         return list(found), count
 
     def _cron_times(self, after: datetime) -> Iterator[datetime]:
-        assert self.cron is not None
-        times = CronSim(self.cron, after.replace(tzinfo=UTC).astimezone(self.zone))
+        times = self._simulated(after)
         while True:
             try:
-                at = next(times).astimezone(UTC).replace(tzinfo=None)
+                found = next(times)
+                if _is_shifted(found):
+                    # It went through this day hour by hour, and passed over what half an hour's shift left behind.
+                    times = self._simulated(max(_as_utc(found) - timedelta(hours=1), after))
+                    found = next(times)
+                at = _as_utc(found)
             except (StopIteration, OverflowError):  # nothing in fifty years, or beyond the calendar
                 return
             # An hour that comes twice lets a line for a certain time look back at its first coming.
             if at > after:
                 after = at
                 yield at
+
+
+    def _simulated(self, after: datetime) -> CronSim:
+        assert self.cron is not None
+        return CronSim(self.cron, after.replace(tzinfo=UTC).astimezone(self.zone))
+
+
+def _as_utc(at: datetime) -> datetime:
+    return at.astimezone(UTC).replace(tzinfo=None)
+
+
+def _is_shifted(at: datetime) -> bool:
+    """Whether clocks were changed on this day before then."""
+    return at.replace(hour=0, minute=0, second=0, fold=0).utcoffset() != at.utcoffset()
 
 
 @dataclass(frozen=True)

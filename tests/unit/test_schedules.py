@@ -75,6 +75,13 @@ def test_what_fires_all_the_time_goes_on_as_time_does():
     ]
 
 
+@pytest.mark.parametrize("asked", [utc(2022, 4, 14), utc(2022, 10, 1, 20), utc(2022, 10, 2, 11, 45)])
+def test_half_an_hour_s_shift_hides_no_time_of_its_day(asked):
+    """There clocks go from 2:00 to 2:30; whenever one asks, the evening begins at 23:00."""
+    expected = ["10-02 23:00 +11", "10-02 23:15 +11", "10-02 23:30 +11", "10-02 23:45 +11", "10-09 23:00 +11"]
+    assert local("*/15 23 * 3,10,11 0", "Australia/Lord_Howe", asked, 5) == expected
+
+
 def test_the_29th_of_february_comes_every_four_years():
     assert Timing.of("0 0 29 2 *", None, "UTC", ANCHOR).after(utc(2026, 1, 1)) == utc(2028, 2, 29)
     assert Timing.of("0 0 29 2 *", None, "UTC", ANCHOR).after(utc(2096, 3, 1)) == utc(2104, 2, 29)
