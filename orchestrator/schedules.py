@@ -165,7 +165,6 @@ class Timing:
                 after = at
                 yield at
 
-
     def _simulated(self, after: datetime) -> CronSim:
         assert self.cron is not None
         return CronSim(self.cron, after.replace(tzinfo=UTC).astimezone(self.zone))
