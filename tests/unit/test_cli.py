@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import click
 import pytest
@@ -828,6 +829,23 @@ def test_dev_tells_which_gpus_it_uses(backend, told, capsys):
     announce = dev._announcer(Settings(gpu_backend=backend))
     announce("http://127.0.0.1:8008")
     assert f"GPUs    {told}\n" in capsys.readouterr().out
+
+
+def test_dev_says_how_another_terminal_reaches_it_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setattr(dev.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(sys, "executable", "/opt/it/.venv/bin/python")
+    announce = dev._announcer(Settings())
+    announce("http://127.0.0.1:65432")
+    told = capsys.readouterr().out
+    assert 'export PATH="/opt/it/.venv/bin:$PATH"' in told and "export GPUORCH_URL=http://127.0.0.1:65432" in told
+    assert all(len(line) <= 80 for line in told.splitlines() if not line.startswith("  data"))
+    monkeypatch.setattr(dev.shutil, "which", lambda name: f"/bin/{name}")
+    announce("http://127.0.0.1:8008")
+    assert "export" not in capsys.readouterr().out
+
+
+def test_dev_and_the_readme_submit_the_same_job():
+    assert dev.EXAMPLE in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_a_data_directory_has_one_holder(tmp_path):
