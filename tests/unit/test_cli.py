@@ -220,7 +220,7 @@ def test_check_config_lists_every_problem(capsys, monkeypatch):
 
 
 def test_migrate_and_what_refuses_to_run_before(capsys):
-    for arguments in (["migrate", "--check"], ["serve"], ["leader"], ["duty", "publish", "--once"]):
+    for arguments in (["migrate", "--check"], ["serve"], ["worker"], ["leader"], ["duty", "publish", "--once"]):
         assert run(arguments) == 1, arguments
         assert "run: gpuorch migrate" in capsys.readouterr().err
     assert run(["migrate"]) == 0
