@@ -409,6 +409,14 @@ def test_wait_polls_until_the_end_and_tells_how_it_ended(server, status, code, c
     assert all("wait=2" in path for _, path, _ in server.asked)
 
 
+def test_wait_says_when_its_time_is_over(server, capsys):
+    server.answers = [(200, {"job_id": "a", "status": "running"})]
+    assert run(["jobs", "wait", "a", "--timeout", "0", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "job_id  a\nstatus  running\n"
+    assert shown.err == "gpuorch: a has not ended within 0 s; it goes on\n"
+
+
 def test_get_without_wait_asks_once(server, capsys):
     server.answers = [(200, {"job_id": "a", "status": "pending", "last_error": None, "result": {}})]
     assert run(["jobs", "get", "a", "--url", server.url]) == 0
