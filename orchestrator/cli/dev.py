@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -60,7 +60,7 @@ def _run(loaded: Loaded) -> None:
         worker = WorkerChild(settings)
         running.callback(worker.stop)
         worker.start()
-        run_api(settings, _announcer(settings))
+        run_api(settings, _announcer(settings), _tell_of_stopping)
 
 
 @contextmanager
@@ -134,6 +134,12 @@ Ctrl-C stops everything.
 """)
 
     return announce
+
+
+def _tell_of_stopping() -> None:
+    """At once: jobs that run get their grace, and nobody should wonder whether Ctrl-C was heard."""
+    with suppress(OSError):  # the terminal was closed
+        click.echo("gpuorch dev stops: jobs that run may end, or are handed back …", err=True)
 
 
 def _command_line(url: str) -> str:

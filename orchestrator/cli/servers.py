@@ -65,12 +65,12 @@ def _require_tables(settings: Settings) -> None:
             raise
 
 
-def run_api(settings: Settings, ready: Callable[[str], None]) -> None:
+def run_api(settings: Settings, ready: Callable[[str], None], stopping: Callable[[], None] | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C; both end it in order and return here."""
     from orchestrator.api.server import serve as serve_api
 
     stop_on_sigterm()
-    serve_api(settings, ready)
+    serve_api(settings, ready, stopping)
 
 
 #: What ends a program in order; a closed terminal becomes the second.
