@@ -797,6 +797,16 @@ def test_waiting_for_a_new_pool(server, capsys, quick, end, code):
     assert shown.err == "0 of 2 workers are ready\n"
 
 
+def test_waiting_for_a_new_pool_may_end_before_it_runs(server, capsys, quick):
+    cold = pool("starting", status_reason="no node has a handler for 'nothing'")
+    server.answers = [(201, pool("starting")), (200, cold)]
+    assert run(["pools", "create", "p", "--wait", "--timeout", "0", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "p  starting  no node has a handler for 'nothing'\n"
+    assert run(["pools", "create", "p", "--timeout", "5", "--url", server.url]) == 2
+    assert [method for method, _, _ in server.asked] == ["POST", "GET"]
+
+
 def test_nodes_are_drained_and_resumed(server, capsys):
     for arguments, path, body in (
         (["drain", "n", "--timeout", "5"], "/control/drain_node", {"node_id": "n", "timeout_seconds": 5.0}),
