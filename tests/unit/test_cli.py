@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -854,14 +855,14 @@ def test_dev_tells_which_gpus_it_uses(backend, told, capsys):
 
 
 def test_dev_says_how_another_terminal_reaches_it_in_80_columns(monkeypatch, capsys):
-    monkeypatch.setattr(dev.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     monkeypatch.setattr(sys, "executable", "/opt/it/.venv/bin/python")
     announce = dev._announcer(Settings())
     announce("http://127.0.0.1:65432")
     told = capsys.readouterr().out
     assert 'export PATH="/opt/it/.venv/bin:$PATH"' in told and "export GPUORCH_URL=http://127.0.0.1:65432" in told
     assert all(len(line) <= 80 for line in told.splitlines() if not line.startswith("  data"))
-    monkeypatch.setattr(dev.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     announce("http://127.0.0.1:8008")
     assert "export" not in capsys.readouterr().out
 
