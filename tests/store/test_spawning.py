@@ -254,6 +254,62 @@ def test_bad_needs_and_sizes_are_refused_at_once(db):
         check(frame, Parent("w", "me", "default"), RULES.limits)
 
 
+# --- handlers that catch what adding raised ---
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda stage: stage.spawn("part", {"x": object()}, ()),
+        lambda stage: stage.spawn("part", {"x": "x" * 200_000}, ()),
+        lambda stage: stage.map("part", range(5), 1, ("sum", {"x": object()}), {}),
+        lambda stage: stage.map("part", range(5), 1, ("sum", {}), {"x": object()}),
+        lambda stage: stage.map("part", [object()], 1, ("sum", {}), {}),
+        lambda stage: stage.map("part", range(2_000_000), 1, ("sum", {}), {}),
+    ],
+)
+def test_a_call_that_raised_added_nothing_and_the_others_are_made(db, wrong):
+    attempt = begin(db)
+    attempt.stage.spawn("echo", {}, ())
+    with pytest.raises((InvalidInput, ValueError)):
+        wrong(attempt.stage)
+    assert attempt.stage.count == 1
+    attempt.stage.map("part", range(3), 1, ("sum", {}), {})
+    attempt.succeed()
+    attempt.make()
+    assert len(of_type(db, "part")) == 3 and of_type(db, "sum")[0].waits_for == 3
+    assert (flow_of(db, attempt)["status"], flow_of(db, attempt)["progress"]["total"]) == ("running", 6)
+    assert rows(db, schema.spawns) == rows(db, schema.task_stages) == []
+
+
+def test_a_map_that_broke_halfway_breaks_its_attempt():
+    def breaking():
+        yield from ["x" * 1000] * 500
+        raise LookupError("no more")
+
+    stage = Stage(lambda _number, _frame: None, 100_000)
+    with pytest.raises(LookupError):
+        stage.map("part", breaking(), 1, ("sum", {}), {})
+    for more in (stage.flush, lambda: stage.spawn("echo", {}, ()), lambda: stage.map("echo", range(3), 1, None, {})):
+        with pytest.raises(LookupError, match="no more"):
+            more()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_frame_that_was_not_kept_breaks_its_attempt(lost):
+    """The first is the one of whoever collects, and is sent behind its parts."""
+
+    def send(number, _frame):
+        if number == lost:
+            raise RuntimeError("not kept")
+
+    stage = Stage(send, 100_000)
+    with pytest.raises(RuntimeError):
+        stage.map("part", range(3), 1, ("sum", {}), {})
+    with pytest.raises(RuntimeError, match="not kept"):
+        stage.flush()
+
+
 # --- in a workflow that does not go on ---
 
 
