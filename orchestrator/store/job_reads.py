@@ -19,7 +19,7 @@ from orchestrator.store.hot import Hot
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
-_HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at", "held_caps"}
+_HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at", "held_caps", "spawned"}
 _SHOWN = [column for column in jobs.c if column.name not in _HIDDEN]
 #: A page of jobs leaves out what may be a megabyte each.
 _LISTED = [column for column in _SHOWN if column.name != "payload"]

@@ -15,6 +15,7 @@ from orchestrator.errors import (
     WorkflowBusy,
     WorkflowConflict,
     WorkflowEnded,
+    WorkflowGrown,
     WorkflowNotFound,
 )
 from orchestrator.jobs import OWNED, TERMINAL, NewJob, RetryPolicy, Status
@@ -305,12 +306,15 @@ class Rerun:
 def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = None) -> Rerun:
     """Start a task over with all that needs it, directly or not, and whatever else of the workflow ended badly.
 
-    Raises WorkflowNotFound, InvalidInput for a task that nobody knows, or WorkflowBusy while one of them runs.
+    Raises WorkflowNotFound, InvalidInput for a task that nobody knows, WorkflowGrown when one of them added tasks, or
+    WorkflowBusy while one of them runs.
     """
     flow = _idle(conn, workflow_id)
     first = _find(conn, workflow_id, task)
     ids = _behind(conn, first)
     rows = _of(conn, ids)
+    if grown := next((row for row in rows if row.spawned), None):
+        raise WorkflowGrown(workflow_id, grown.task or grown.job_id)
     if busy := next((row for row in rows if row.status in OWNED), None):
         raise WorkflowBusy(workflow_id, f"task {busy.task or busy.job_id} is {busy.status}")
     if next(row.status for row in rows if row.job_id == first) == Status.PENDING:
@@ -361,5 +365,5 @@ def _behind(conn: Connection, first: str) -> list[str]:
 
 
 def _of(conn: Connection, job_ids: Sequence[str]) -> Sequence[Row[Any]]:
-    columns = (jobs.c.job_id, jobs.c.task, jobs.c.status)
+    columns = (jobs.c.job_id, jobs.c.task, jobs.c.status, jobs.c.spawned)
     return conn.execute(by_key(select(*columns), jobs).where(jobs.c.job_id.in_(job_ids))).all()

@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orchestrator.errors import InvalidInput
+from orchestrator.errors import InvalidInput, WorkflowGrown
 from orchestrator.jobs import ErrorKind
 from orchestrator.store import inputs, schema, spawning, workflows
 from orchestrator.store.settle import finish_all
 from orchestrator.store.spawning import Marked, Parent, Rules, check, forget_lost, make_some, marked, stage
 from orchestrator.workflows import Limits
 from tests.factories import POLICY, done, hire, is_sqlite, row, rows, submit, traffic
-from tests.store.test_workflows import create, flow, standing, sweep, task
+from tests.store.test_workflows import create, flow, run, standing, sweep, task
 from worker.spawn import Added, Stage
 
 RULES = Rules(POLICY, Limits(1_000_000, 64))
@@ -252,6 +252,34 @@ def test_bad_needs_and_sizes_are_refused_at_once(db):
     frame = '{"base":"b","entries":[{"n":0,"count":1,"type":"echo","payload":{},"options":{"job_id":"x"}}]}'
     with pytest.raises(InvalidInput, match="job_id"):
         check(frame, Parent("w", "me", "default"), RULES.limits)
+
+
+# --- running again ---
+
+
+@pytest.mark.parametrize("again", ["a", "b"])
+def test_a_task_that_added_tasks_is_not_run_again(db, again):
+    """It would add them a second time."""
+    create(db, task("a"), task("b", "a"), task("c", "b"))
+    run(hire(db), "a")
+    attempt = begin(db, "w.b")
+    attempt.stage.map("part", range(3), 1, ("sum", {}), {})
+    attempt.succeed()
+    before = standing(db), flow(db)
+    with pytest.raises(WorkflowGrown, match="task b has added tasks"):
+        db.write(lambda conn: workflows.rerun(conn, "w", again))
+    assert (standing(db), flow(db)) == before
+    run(attempt.hand, "c")
+    assert db.write(lambda conn: workflows.rerun(conn, "w", "c")).tasks == 1
+
+
+def test_an_attempt_that_added_tasks_and_failed_may_be_followed_by_another(db):
+    create(db, task("a"))
+    attempt = begin(db, "w.a")
+    attempt.stage.spawn("part", {}, ())
+    attempt.stage.flush()
+    attempt.hand.fail(attempt.claim, ErrorKind.PERMANENT)
+    assert db.write(lambda conn: workflows.rerun(conn, "w", "a")).tasks == 1
 
 
 # --- handlers that catch what adding raised ---
