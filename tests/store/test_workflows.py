@@ -480,6 +480,17 @@ def test_retry_failed_takes_dead_letters_along(db):
     assert rows(db, schema.dead_letters) == [] and standing(db) == {"a": "ready"}
 
 
+def test_a_purge_leaves_the_tasks_of_workflows(db):
+    create(db, task("a", max_attempts=1, critical=False), task("b", "a"))
+    hand = hire(db)
+    hand.fail(hand.claim("w.a")[0])
+    before = flow(db), rows(db, schema.task_edges)
+    assert db.read(lambda conn: dead_letters.matching(conn, dead_letters.Filter(), 10)) == []
+    assert db.write(lambda conn: dead_letters.purge(conn, ["w.a"], None)).job_ids == []
+    assert (flow(db), rows(db, schema.task_edges)) == before and standing(db)["a"] == "dead_letter"
+    assert len(rows(db, schema.dead_letters)) == 1
+
+
 def test_retry_failed_waits_for_tasks_that_are_being_stopped(db):
     create(db, task("a"))
     hire(db).claim("w.a")
