@@ -8,6 +8,7 @@ import pytest
 from orchestrator.errors import InvalidInput, WorkflowGrown
 from orchestrator.jobs import ErrorKind
 from orchestrator.store import inputs, schema, spawning, workflows
+from orchestrator.store.job_reads import Left, left
 from orchestrator.store.settle import finish_all
 from orchestrator.store.spawning import Marked, Parent, Rules, check, forget_lost, make_some, marked, stage
 from orchestrator.workflows import Limits
@@ -252,6 +253,31 @@ def test_bad_needs_and_sizes_are_refused_at_once(db):
     frame = '{"base":"b","entries":[{"n":0,"count":1,"type":"echo","payload":{},"options":{"job_id":"x"}}]}'
     with pytest.raises(InvalidInput, match="job_id"):
         check(frame, Parent("w", "me", "default"), RULES.limits)
+
+
+# --- what is left ---
+
+
+def test_tasks_that_are_no_jobs_yet_are_left(db):
+    """Who works until his lane is empty must not leave between the end of the one that added them and their making."""
+    create(db, task("a"))
+    attempt = begin(db, "w.a")
+    attempt.stage.map("part", range(5), 1, ("sum", {}), {})
+    attempt.succeed()
+    assert db.read(lambda conn: left(conn, "default")) == Left(0, 0, 0, 0, coming=6)
+    assert db.read(lambda conn: left(conn, "default", most=2)).total == 2
+    attempt.make()
+    assert db.read(lambda conn: left(conn, "default")) == Left(5, 1, 0, 0)
+
+
+def test_tasks_that_a_stopped_workflow_will_not_get_are_not_left(db):
+    create(db, task("a"))
+    attempt = begin(db, "w.a")
+    attempt.stage.map("part", range(5), 1, None, {})
+    attempt.succeed()
+    db.write(lambda conn: workflows.cancel(conn, "w"))
+    assert len(rows(db, schema.spawns)) == 1
+    assert db.read(lambda conn: left(conn, "default")).total == 0
 
 
 # --- running again ---
