@@ -17,6 +17,7 @@ from orchestrator.jobs import OWNED, Queued, Status
 from orchestrator.store import audit, blocked, dead_letters, flows, followers
 from orchestrator.store.dialect import by_key, utc_now
 from orchestrator.store.flows import Flow, Place
+from orchestrator.store.hot import some_at_a_time
 from orchestrator.store.schema import jobs, results, task_edges
 from orchestrator.workflows import BAD, GOOD, FlowStatus, counted_as
 
@@ -155,8 +156,8 @@ def _call_back(conn: Connection, job_ids: Sequence[str], but: Collection[str]) -
 
 
 def _block(conn: Connection, job_ids: Sequence[str], waits_for: Any) -> None:
-    waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(sorted(job_ids)), jobs.c.queued.is_not(None))
     columns = {"wait_reason": None, "published_at": None, "not_before": None, "start_by": None}
     blocking = {"queued": Queued.BLOCKED, "blocked_on": blocked.TASKS, "waits_for": waits_for}
-    if job_ids:
+    for some in some_at_a_time(sorted(job_ids)):
+        waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(some), jobs.c.queued.is_not(None))
         conn.execute(waiting.values(columns | blocking))

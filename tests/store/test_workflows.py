@@ -18,7 +18,7 @@ from orchestrator.errors import (
     WorkflowNotFound,
 )
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, dead_letters, flows, followers, outbox, schema, withdraw, workflows
+from orchestrator.store import audit, dead_letters, flows, followers, hot, outbox, schema, withdraw, workflows
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
 from orchestrator.store.submit import Verdict, submit_jobs
@@ -525,6 +525,27 @@ def test_rerun_calls_back_who_has_not_started(db):
     assert standing(db) == {"a": "ready", "b": "blocked"}
     run(hand, "a")
     assert standing(db)["b"] == "ready"
+
+
+def test_any_number_of_followers_is_seen_to_in_statements_of_bounded_size(db, monkeypatch):
+    monkeypatch.setattr(hot, "MANY_IDS", 3)
+    names = [f"t{n}" for n in range(8)]
+    create(db, task("a"), *[task(name, "a") for name in names])
+    hand = hire(db)
+
+    def updates(column, work):
+        with traffic(db) as seen:
+            work()
+        return sum(one.startswith("UPDATE orchestrator_jobs") and f"{column}=" in one for one in seen.statements)
+
+    (claim,) = hand.claim("w.a")
+    assert updates("waits_for", lambda: hand.finish(claim)) == 3
+    assert standing(db) == {"a": "done"} | dict.fromkeys(names, "ready")
+    assert updates("waits_for", lambda: db.write(lambda conn: workflows.rerun(conn, "w", "a"))) == 3
+    assert standing(db) == {"a": "ready"} | dict.fromkeys(names, "blocked")
+    (claim,) = hand.claim("w.a")
+    assert updates("wait_reason", lambda: hand.finish(claim)) == 3  # those that let them go
+    assert standing(db) == {"a": "done"} | dict.fromkeys(names, "ready")
 
 
 def test_rerun_also_starts_over_what_it_would_wait_for(db):
