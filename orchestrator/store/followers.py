@@ -121,9 +121,10 @@ def settle(conn: Connection, ended: Sequence[Ended]) -> set[str]:
 
 def _cancel_the_rest(conn: Connection, workflow_id: str) -> None:
     """Of a workflow that just failed: as many as one batch has; the leader sees to what is left."""
+    grows = flows.grows(conn, workflow_id)  # before we look: what is made in between would be missed
     rows = flows.tasks(conn, workflow_id, None, jobs.c.status)
     waiting = [row.job_id for row in rows if row.status == Status.PENDING]
-    all_seen = flows.place_behind(rows) is None and not flows.grows(conn, workflow_id)
+    all_seen = flows.place_behind(rows) is None and not grows
     if cancel_waiting(conn, waiting) == len(waiting) and all_seen:
         flows.change(conn, workflow_id, sweep=None)
 

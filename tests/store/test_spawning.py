@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.errors import InvalidInput, WorkflowGrown
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import inputs, schema, spawning, workflows
+from orchestrator.store import flows, inputs, schema, spawning, workflows
 from orchestrator.store.job_reads import Left, left
 from orchestrator.store.settle import finish_all
 from orchestrator.store.spawning import Marked, Parent, Rules, check, forget_lost, make_some, marked, stage
@@ -423,6 +423,29 @@ def test_who_stops_a_workflow_waits_for_whoever_adds_tasks_to_it(db):
         made, cancelling = db.write(slowly)
         cancelling.result(10)
     assert made.count == 5 and list(standing(db).values()).count("cancelled") == 5
+
+
+def test_tasks_that_are_made_while_their_workflow_fails_are_cancelled_too(db, monkeypatch):
+    if is_sqlite(db):
+        pytest.skip("one writer at a time")
+    create(db, task("a"), task("b"))
+    attempt = begin(db, "w.a")
+    attempt.stage.map("echo", range(5), 1, None, {})
+    attempt.succeed()
+    look = flows.tasks
+
+    def slowly(*asked):
+        seen = look(*asked)
+        attempt.make()
+        return seen
+
+    (claim,) = attempt.hand.claim("w.b")
+    with monkeypatch.context() as patched:
+        patched.setattr(flows, "tasks", slowly)
+        attempt.hand.fail(claim, ErrorKind.PERMANENT)
+    assert flow(db)["sweep"] == "pending" and list(standing(db).values()).count("ready") == 5
+    sweep(db)
+    assert flow(db)["sweep"] is None and list(standing(db).values()).count("cancelled") == 5
 
 
 def test_tasks_that_can_never_be_fail_their_workflow(db):
