@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, or_, select
@@ -280,9 +280,7 @@ def expire(conn: Connection, workflow_id: str) -> Walk:
 
 
 def _first_batch(conn: Connection, workflow_id: str) -> Walk:
-    walk = Walk()
-    walk.go_on(conn, workflow_id)
-    return walk
+    return Walk().go_on(conn, workflow_id)
 
 
 # ── starting over ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -300,7 +298,7 @@ def retry_failed(conn: Connection, workflow_id: str, actor: str | None = None) -
 @dataclass
 class Rerun:
     tasks: int
-    walk: Walk = field(default_factory=Walk)
+    walk: Walk
 
 
 def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = None) -> Rerun:
@@ -323,9 +321,8 @@ def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = Non
     ended = [row.job_id for row in rows if row.status in TERMINAL]
     lanes, entry_ids = sweeping.restart(conn, flow, ended, actor)
     walk = _first_batch(conn, workflow_id)
-    walk.lanes |= lanes
-    walk.entry_ids += entry_ids
-    return Rerun(len(ended), walk)
+    told = replace(walk, lanes=walk.lanes | lanes, entry_ids=(*walk.entry_ids, *entry_ids))
+    return Rerun(len(ended), told)
 
 
 def _idle(conn: Connection, workflow_id: str) -> Flow:

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from sqlalchemy import select, update
@@ -60,9 +61,9 @@ def run(hand, *names, workflow_id="w"):
 
 
 def sweep(db, workflow_id="w"):
-    walk = Walk()
-    while db.write(lambda conn: walk.go_on(conn, workflow_id)):
-        pass
+    walk = db.write(lambda conn: Walk().go_on(conn, workflow_id))
+    while walk.after is not None:
+        walk = db.write(partial(walk.go_on, workflow_id=workflow_id))
     return walk
 
 
