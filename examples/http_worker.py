@@ -1,4 +1,4 @@
-"""A worker without our package: `python http_worker.py http://localhost:8008 POOL` runs jobs of type `shout`."""
+"""A worker without our package: `python http_worker.py http://localhost:8008 shouts` runs jobs of type `shout`."""
 
 import json
 import os
@@ -8,6 +8,8 @@ import threading
 import time
 import urllib.request
 
+if len(sys.argv) != 3:
+    sys.exit("usage: python http_worker.py URL POOL    (such as http://localhost:8008 shouts)")
 URL, POOL = sys.argv[1:]
 running = {}  # path of a job → what proves that it is ours
 
@@ -37,13 +39,17 @@ def beat():
 
 
 def leave(*_signal):
-    post("/workers/deregister", who)  # hands back what we have not finished
+    try:
+        post("/workers/deregister", who)  # hands back what we have not finished
+    except OSError as trouble:  # nobody there: it finds out by itself that we are gone
+        print(trouble, flush=True)
     os._exit(0)
 
 
 me = post("/workers/register", {"pool_id": POOL, "slots": 1, "types": ["shout"], "version": "example"})
 who = {"worker_id": me["worker_id"]}
 signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGINT, leave)
 threading.Thread(target=beat, name="beat", daemon=True).start()
 print("ready", flush=True)
 while True:

@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 GRACE_S = 5
 
 Ready = Callable[[str], None]
+Stopping = Callable[[], None]
 
 
-def serve(settings: Settings, ready: Ready | None = None) -> None:
-    """Run until SIGTERM or SIGINT; `ready` gets the URL once it answers.
+def serve(settings: Settings, ready: Ready | None = None, stopping: Stopping | None = None) -> None:
+    """Run until SIGTERM or SIGINT; `ready` gets the URL once it answers, `stopping` is called when it begins to end.
 
     Raises ConfigError when the port cannot be had; nothing was started then.
     """
@@ -41,7 +42,7 @@ def serve(settings: Settings, ready: Ready | None = None) -> None:
         orchestrator = Orchestrator(settings)
         try:
             orchestrator.start()
-            HttpServer(create_app(orchestrator), listener, ready).run()
+            HttpServer(create_app(orchestrator), listener, ready, stopping).run()
         finally:
             orchestrator.close()
 
@@ -76,7 +77,9 @@ class Protocol(HttpToolsProtocol):
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket that is bound already. `should_exit = True` ends it from another thread."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket, ready: Ready | None = None) -> None:
+    def __init__(
+        self, app: FastAPI, listener: socket.socket, ready: Ready | None = None, stopping: Stopping | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
             loop="uvloop",
@@ -92,7 +95,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._app = app
         self._listener = listener
-        self._ready = ready
+        self._ready, self._stopping = ready, stopping
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         super().run(sockets or [self._listener])
@@ -105,6 +108,8 @@ class HttpServer(uvicorn.Server):
             self._ready(url)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._stopping is not None:
+            self._stopping()
         self._app.state.backend.stop_waiting()
         await super().shutdown(sockets)
 

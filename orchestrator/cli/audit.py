@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -12,13 +13,15 @@ import click
 from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
-from orchestrator.cli.output import GAP, print_json, print_table, printable
+from orchestrator.cli.output import GAP, cell, print_json, print_table, short_time
 from orchestrator.cli.style import columns, cut, fit
 from orchestrator.client.api import Api
 
 _LISTED = ("ts", "event_type", "job_id", "pool_id", "attempt", "worker_id", "actor", "details")
 #: Columns of lines that come one by one: nobody knows how wide those after them will be.
 _WIDTHS = (27, 18, 24, 12, 7, 24, 16)
+#: The same on a terminal, where a time is short.
+_NARROW = (10, *_WIDTHS[1:])
 #: Pages that are looked at for events that may be rare; each is a bounded part of the trail.
 MOST_PAGES = 20
 #: Seconds between two looks for what is new.
@@ -95,13 +98,14 @@ def _tell_json(events: Iterable[Event]) -> None:
 
 def _tell(events: Iterable[Event]) -> None:
     for event in events:
-        click.echo(_row([printable(event.get(name)) for name in _LISTED]))
+        click.echo(_row([cell(event.get(name)) for name in _LISTED]))
 
 
 def _row(cells: list[str]) -> str:
-    """Columns of a fixed width; piped, nothing is cut."""
+    """Columns of a fixed width, and short times; piped, nothing is cut."""
     limit = columns()
     if limit is None:
-        return GAP.join(f"{cell:<{width}}" for cell, width in zip(cells, (*_WIDTHS, 0), strict=True)).rstrip()
-    parts = [fit(cell, width) for cell, width in zip(cells, _WIDTHS, strict=False)]
+        return GAP.join(f"{text:<{width}}" for text, width in zip(cells, (*_WIDTHS, 0), strict=True)).rstrip()
+    cells = [short_time(cells[0], datetime.now(UTC).date().isoformat()), *cells[1:]]
+    parts = [fit(text, width) for text, width in zip(cells, _NARROW, strict=False)]
     return cut(GAP.join([*parts, cells[-1]]), limit).rstrip()

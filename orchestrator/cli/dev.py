@@ -7,8 +7,10 @@ It stops in the opposite order, so that the worker can still write down how its 
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -18,6 +20,7 @@ from orchestrator.cli.child import WorkerChild
 from orchestrator.cli.options import with_settings
 from orchestrator.cli.schema import opened
 from orchestrator.cli.servers import run_api, stop_on_sigterm, undisturbed
+from orchestrator.client.paths import DEFAULT_URL, URL_VARIABLE
 from orchestrator.config import Loaded
 from orchestrator.embedded import DataDir, Valkey
 from orchestrator.errors import ConfigError
@@ -26,6 +29,8 @@ from orchestrator.store import migrate
 from orchestrator.telemetry import logs
 
 SIMULATED = "sim:2x24576"
+#: The README's: who follows both submits one job, not one id with two contents.
+EXAMPLE = '{"job_id": "hello-1", "type": "echo", "payload": {"hello": "world"}}'
 
 
 @click.command()
@@ -55,7 +60,7 @@ def _run(loaded: Loaded) -> None:
         worker = WorkerChild(settings)
         running.callback(worker.stop)
         worker.start()
-        run_api(settings, _announcer(settings))
+        run_api(settings, _announcer(settings), _tell_of_stopping)
 
 
 @contextmanager
@@ -118,14 +123,30 @@ gpuorch is ready at {url}
 
 Submit a job, then read it and wait for its end:
 
-  curl -s {url}/jobs/submit -H 'Content-Type: application/json' \\
-    -d '{{"job_id": "hello-1", "type": "echo", "payload": {{"text": "hello"}}}}'
+  curl -s {url}/jobs/submit \\
+    -H 'Content-Type: application/json' \\
+    -d '{EXAMPLE}'
   curl -s '{url}/jobs/hello-1?wait=30'
+
+{_command_line(url)}
 
 Ctrl-C stops everything.
 """)
 
     return announce
+
+
+def _tell_of_stopping() -> None:
+    """At once: jobs that run get their grace, and nobody should wonder whether Ctrl-C was heard."""
+    with suppress(OSError):  # the terminal was closed
+        click.echo("gpuorch dev stops: jobs that run may end, or are handed back …", err=True)
+
+
+def _command_line(url: str) -> str:
+    """What another terminal needs for `gpuorch` to be found, and to find us."""
+    lines = [] if shutil.which("gpuorch") else [f'  export PATH="{Path(sys.executable).parent}:$PATH"']
+    lines += [] if url == DEFAULT_URL else [f"  export {URL_VARIABLE}={url}"]
+    return "\n".join(["The same on the command line, in another terminal:\n", *lines, "  gpuorch jobs get hello-1"])
 
 
 def _gpus(backend: str) -> str:

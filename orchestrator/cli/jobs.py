@@ -21,7 +21,7 @@ from orchestrator.client.errors import NotEnded
 from orchestrator.client.nouns import JobsOf
 from orchestrator.client.paths import job_path
 from orchestrator.client.submitting import Submitting
-from orchestrator.jobs import Status
+from orchestrator.jobs import TERMINAL, Status
 
 _LISTED = ("job_id", "type", "status", "agent", "pool_id", "priority", "attempts", "created_at", "last_error")
 
@@ -86,6 +86,8 @@ def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> in
     """Wait until a job has ended; exit 0 when it is done or skipped, 1 otherwise."""
     job = _waited(api, job_id, timeout_s)
     _show(job, as_json=as_json)
+    if job["status"] not in TERMINAL:
+        click.echo(f"gpuorch: {job_id} has not ended within {timeout_s or 0:g} s; it goes on", err=True)
     return 0 if job["status"] in {Status.DONE, Status.SKIPPED} else 1
 
 

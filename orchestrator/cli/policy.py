@@ -125,7 +125,7 @@ def delete(api: Api, scope: str, name: str | None, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
-        click.echo(f"{answer['scope']} {answer['name']} has no policy")
+        click.echo(f"{answer['scope']} {answer['name']}  deleted: its defaults are in force")
 
 
 def _page(api: Api, scope: str, page: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import click
 from orchestrator.cli.options import OF_WORKERS, with_settings
 from orchestrator.cli.schema import opened, require_schema
 from orchestrator.config import Loaded
+from orchestrator.errors import Unavailable
 from orchestrator.settings import Settings
 from orchestrator.telemetry import logs
 
@@ -41,17 +42,35 @@ def worker(loaded: Loaded) -> int:
     from worker.supervisor import run
 
     logs.configure(loaded.settings)
+    _require_tables(loaded.settings)
     # Handlers are found beside the person who starts the worker, as with `python -m`.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a text, as sys.path holds
     return run(loaded.settings)
 
 
-def run_api(settings: Settings, ready: Callable[[str], None]) -> None:
+def _require_tables(settings: Settings) -> None:
+    """Raises ConfigError when the database was not migrated; one that is away is waited for by the worker itself.
+
+    The schema is looked at only where a query fails: that library takes a third of a worker's start.
+    """
+    from orchestrator.store import crews
+
+    with opened(settings) as db:
+        try:
+            db.read(lambda conn: crews.node_leave_s(conn, ""))
+        except Unavailable:
+            return
+        except Exception:
+            require_schema(db)
+            raise
+
+
+def run_api(settings: Settings, ready: Callable[[str], None], stopping: Callable[[], None] | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C; both end it in order and return here."""
     from orchestrator.api.server import serve as serve_api
 
     stop_on_sigterm()
-    serve_api(settings, ready)
+    serve_api(settings, ready, stopping)
 
 
 #: What ends a program in order; a closed terminal becomes the second.

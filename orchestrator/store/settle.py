@@ -24,6 +24,8 @@ from orchestrator.store.schema import jobs, results
 
 #: Characters of an error that are kept.
 MAX_ERROR = 4000
+#: Characters of it that its audit row keeps.
+AUDITED_ERROR = 500
 
 
 class Start(NamedTuple):
@@ -299,9 +301,14 @@ def _end_otherwise(
         move(conn, arrow, row.attempt, [row.job_id], owner=by.owner, **values)
     if arrow is job_rules.BURY:
         dead_letters.add(conn, row.job_id, str(end.error_kind), row.attempts, end.origin_id)
-    details = {"error": error[:500], "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}
+    details = {"error": _end_of(error), "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}
     events.append(job_event(arrow, row.job_id, row.attempt, by, details))
     return arrow
+
+
+def _end_of(error: str) -> str:
+    """What the audit keeps of it: a trace says at its end what went wrong."""
+    return error if len(error) <= AUDITED_ERROR else f"…{error[1 - AUDITED_ERROR :]}"
 
 
 def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit: int) -> list[Settled]:

@@ -219,7 +219,7 @@ def test_policies_are_shown_listed_rolled_back_and_deleted(cli: Callable[..., tu
     assert "host:example.org" in cli("list", "concurrency")[1] and "example" not in cli("list", "agent")[1]
     assert cli("history", "agent", "*")[1].splitlines()[1].startswith("2 ")
     assert cli("rollback", "agent", "*", "--version", "1") == (0, 'agent *  version 3: {"rate": 5.0}\n')
-    assert cli("delete", "agent", "*") == (0, "agent * has no policy\n")
+    assert cli("delete", "agent", "*") == (0, "agent *  deleted: its defaults are in force\n")
     assert cli("rollback", "agent", "*", "--version", "4") == (0, "agent *  has no policy\n")
     code, text = cli("get", "agent", "*")
     assert code == 1 and "policy_not_found" in text

@@ -115,7 +115,7 @@ def test_ctrl_c_leaves_no_process_and_a_restart_keeps_the_jobs(start, tmp_path):
     assert len(children) >= 3, alive(children)  # Valkey, the worker and at least one slot
     assert first.interrupt() == 0, first.output
     assert alive(children) == {}
-    assert "Traceback" not in first.output
+    assert "Traceback" not in first.output and first.output.count("gpuorch dev stops") == 1
 
     second = start().ready()
     kept = httpx.get(f"{second.url}/jobs/kept").json()

@@ -1,6 +1,7 @@
 """The example in examples/: a worker that knows nothing but HTTP, run and killed as a real process."""
 
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -65,6 +66,19 @@ def submit(url: str, pool: str, job_id: str, **payload: object) -> None:
 def test_it_needs_nothing_of_ours():
     modules = {line.split()[1].split(".")[0] for line in EXAMPLE.read_text().splitlines() if line.startswith("import ")}
     assert modules <= sys.stdlib_module_names
+
+
+def test_without_its_arguments_it_says_how_to_use_it():
+    ended = subprocess.run(
+        [sys.executable, "-I", str(EXAMPLE)], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (ended.returncode, ended.stderr.split(" (")[0].strip()) == (1, "usage: python http_worker.py URL POOL")
+
+
+def test_ctrl_c_ends_it_quietly(start: Start):
+    process = start("quiet")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
 
 
 def test_it_runs_jobs_and_tells_what_failed(cluster: Cluster, url: str, start: Start):

@@ -11,7 +11,7 @@ from sqlalchemy import update
 from orchestrator import jobs as rules
 from orchestrator.errors import ResultNotFound
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import job_reads, leases, nodes, schema, settle
+from orchestrator.store import audit, job_reads, leases, nodes, schema, settle
 from orchestrator.store.claim import Claim
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, Start, take_from_dead
@@ -130,6 +130,13 @@ def test_a_long_error_is_cut_and_a_strange_one_kept(db):
     hand.fail(claim, ErrorKind.PERMANENT, error="🦊\n\0" + "x" * 100_000)
     assert len(row(db, claim.job_id).last_error) == settle.MAX_ERROR
     assert row(db, claim.job_id).last_error.startswith("🦊\n")
+
+
+def test_the_audit_keeps_the_end_of_an_error_where_a_trace_says_what_went_wrong(db):
+    hand, claim = claimed(db)
+    hand.fail(claim, ErrorKind.TRANSIENT, error="Traceback\n" + "x" * 600 + "\nValueError: no")
+    kept = db.read(lambda conn: audit.of_job(conn, claim.job_id))[-1]["details"]["error"]
+    assert len(kept) == settle.AUDITED_ERROR and kept.startswith("…x") and kept.endswith("\nValueError: no")
 
 
 def test_a_job_without_a_result_says_so(db):

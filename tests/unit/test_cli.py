@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import click
 import pytest
@@ -16,7 +18,10 @@ from click.testing import CliRunner
 
 from orchestrator.cli import COMMANDS, dev, gpuorch, output, run
 from orchestrator.cli import audit as audit_command
+from orchestrator.cli import fleet as fleet_command
+from orchestrator.cli import jobs as jobs_command
 from orchestrator.cli import pools as pools_command
+from orchestrator.cli import workflows as workflows_command
 from orchestrator.cli.servers import stop_on_sigterm, undisturbed
 from orchestrator.embedded import DataDir
 from orchestrator.errors import ConfigError, OrchestratorError
@@ -215,7 +220,7 @@ def test_check_config_lists_every_problem(capsys, monkeypatch):
 
 
 def test_migrate_and_what_refuses_to_run_before(capsys):
-    for arguments in (["migrate", "--check"], ["serve"], ["leader"], ["duty", "publish", "--once"]):
+    for arguments in (["migrate", "--check"], ["serve"], ["worker"], ["leader"], ["duty", "publish", "--once"]):
         assert run(arguments) == 1, arguments
         assert "run: gpuorch migrate" in capsys.readouterr().err
     assert run(["migrate"]) == 0
@@ -402,6 +407,14 @@ def test_wait_polls_until_the_end_and_tells_how_it_ended(server, status, code, c
     assert json.loads(capsys.readouterr().out)["status"] == status
     assert {path.split("?")[0] for _, path, _ in server.asked} == {"/jobs/a%2Fb"}
     assert all("wait=2" in path for _, path, _ in server.asked)
+
+
+def test_wait_says_when_its_time_is_over(server, capsys):
+    server.answers = [(200, {"job_id": "a", "status": "running"})]
+    assert run(["jobs", "wait", "a", "--timeout", "0", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "job_id  a\nstatus  running\n"
+    assert shown.err == "gpuorch: a has not ended within 0 s; it goes on\n"
 
 
 def test_get_without_wait_asks_once(server, capsys):
@@ -801,7 +814,7 @@ def test_nodes_are_drained_and_resumed(server, capsys):
 
 
 def test_tables_fit_the_terminal_and_carry_no_escapes(monkeypatch, capsys):
-    row = {"name": "n" * 80, "error": "\x1b[31mred\n" + "e" * 80, "size": 5}
+    row = {"name": "n" * 80, "error": "\x1b[31mred\a" + "e" * 80, "size": 5}
     output.print_table(["name", "size", "error"], [row])
     assert "n" * 80 in capsys.readouterr().out  # a pipe: nothing is cut
     monkeypatch.setenv("COLUMNS", "60")
@@ -828,6 +841,23 @@ def test_dev_tells_which_gpus_it_uses(backend, told, capsys):
     announce = dev._announcer(Settings(gpu_backend=backend))
     announce("http://127.0.0.1:8008")
     assert f"GPUs    {told}\n" in capsys.readouterr().out
+
+
+def test_dev_says_how_another_terminal_reaches_it_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setattr(dev.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(sys, "executable", "/opt/it/.venv/bin/python")
+    announce = dev._announcer(Settings())
+    announce("http://127.0.0.1:65432")
+    told = capsys.readouterr().out
+    assert 'export PATH="/opt/it/.venv/bin:$PATH"' in told and "export GPUORCH_URL=http://127.0.0.1:65432" in told
+    assert all(len(line) <= 80 for line in told.splitlines() if not line.startswith("  data"))
+    monkeypatch.setattr(dev.shutil, "which", lambda name: f"/bin/{name}")
+    announce("http://127.0.0.1:8008")
+    assert "export" not in capsys.readouterr().out
+
+
+def test_dev_and_the_readme_submit_the_same_job():
+    assert dev.EXAMPLE in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_a_data_directory_has_one_holder(tmp_path):
@@ -995,7 +1025,89 @@ def test_columns_that_have_no_room_leave(monkeypatch, capsys):
     output.print_table(names, [dict.fromkeys(names, "some text")] * 2)
     lines = [click.unstyle(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 3 and all(len(line) <= 30 for line in lines)
-    assert lines[0].startswith("COLUM…") and lines[0].count("…") == 4
+    assert lines[0].split() == ["COLUMN_0", "COLUMN_1"]
+
+
+TRACE = (
+    'Traceback (most recent call last):\n  File "a.py", line 1, in f\n\traise ValueError\nValueError: no such model\n\n'
+)
+LONG_ID = "9f12daed-7696-45f7-9a78-f70f2bacc48f"
+LONG_AGO = "2020-01-02T08:52:11.123456Z"
+
+
+def narrow(monkeypatch, capsys, names, *rows):
+    """What a terminal of 80 columns shows."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    output.print_table(names, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    return [line.split("  ", 1)[0:1] + line.split()[1:] for line in lines]
+
+
+@pytest.mark.parametrize("job_id", ["badspawn-1", LONG_ID])
+def test_jobs_are_readable_in_80_columns(job_id, monkeypatch, capsys):
+    row = {"job_id": job_id, "type": "badspawn", "status": "dead_letter", "agent": "alice", "pool_id": "default"}
+    row |= {"priority": 0, "attempts": 3, "created_at": LONG_AGO, "last_error": TRACE}
+    _, told = narrow(monkeypatch, capsys, jobs_command._LISTED, row)
+    assert told[:5] == [job_id, "badspawn", "dead_letter", "alice", "default"]
+    assert told[5:] == ([] if job_id == LONG_ID else ["0", "3", "2020-01-02"])
+
+
+@pytest.mark.parametrize("job_id", ["badspawn-1", LONG_ID])
+def test_the_audit_trail_is_readable_in_80_columns(job_id, monkeypatch, capsys):
+    now = datetime.now(UTC)
+    row = {"ts": f"{now:%Y-%m-%dT%H:%M:%S.%f}Z", "event_type": "job.dead_letter", "job_id": job_id, "attempt": 2}
+    row |= {"worker_id": "vm:12345:0a1b2c3d", "details": {"error": TRACE, "kind": "transient"}}
+    heading, told = narrow(monkeypatch, capsys, audit_command._LISTED, row)
+    assert told[:4] in ([short, "job.dead_letter", job_id, "2"] for short in (f"{now:%H:%M:%S}", f"{now:%Y-%m-%d}"))
+    assert "vm:12345:0a1b2c3d" in told or job_id == LONG_ID
+    assert "POOL_ID" not in heading  # nobody has one
+
+
+def test_workers_are_readable_in_80_columns(monkeypatch, capsys):
+    row = {"worker_id": "vm:12345:0a1b2c3d", "kind": "native", "pool_id": "default", "status": "active", "slots": 4}
+    row |= {"busy": 0, "jobs_done": 12345, "jobs_failed": 3, "heartbeat_age_seconds": 1.25, "version": "1.2.3"}
+    _, told = narrow(monkeypatch, capsys, fleet_command._WORKERS, row)
+    assert told == ["vm:12345:0a1b2c3d", "native", "default", "active", "4", "0", "12345", "3", "1.25"]
+
+
+@pytest.mark.parametrize("workflow_id", ["report-1", LONG_ID])
+def test_workflows_are_readable_in_80_columns(workflow_id, monkeypatch, capsys):
+    row = {"workflow_id": workflow_id, "status": "failed", "completed": 3, "total": 4, "failed": 1, "agent": "alice"}
+    row |= {"created_at": LONG_AGO, "reason": "task right: the disk is full and nobody has time to empty it"}
+    _, told = narrow(monkeypatch, capsys, workflows_command._LISTED, row)
+    assert told[:6] == [workflow_id, "failed", "3", "4", "1", "alice"]
+    assert told[6:8] == ([] if workflow_id == LONG_ID else ["2020-01-02", "task"])
+
+
+def test_an_endless_id_leaves_room_for_the_status(monkeypatch, capsys):
+    _, told = narrow(monkeypatch, capsys, ["job_id", "status"], {"job_id": "i" * 200, "status": "dead_letter"})
+    assert told[1] == "dead_letter" and told[0].endswith("…")
+
+
+def test_an_error_is_one_line_in_a_table_and_all_of_them_in_a_record(capsys):
+    output.print_table(
+        ["job_id", "last_error", "details"], [{"job_id": "a", "last_error": TRACE, "details": {"error": TRACE}}]
+    )
+    assert capsys.readouterr().out.splitlines()[1].split(maxsplit=4) == [
+        "a",
+        "ValueError:",
+        "no",
+        "such",
+        'model  {"error": "ValueError: no such model"}',
+    ]
+    output.print_record({"job_id": "a", "last_error": TRACE})
+    assert capsys.readouterr().out.splitlines() == [
+        "job_id      a",
+        "last_error  Traceback (most recent call last):",
+        '              File "a.py", line 1, in f',
+        "                raise ValueError",
+        "            ValueError: no such model",
+    ]
+    output.print_record({"note": "one\n\x1b[31mtwo"})
+    assert capsys.readouterr().out == "note  one\n      \ufffd[31mtwo\n"
 
 
 @pytest.mark.parametrize(
