@@ -27,6 +27,7 @@ OrchestratorError
 ├── WorkflowConflict       workflow_conflict     same workflow_id, other content
 ├── WorkflowEnded          workflow_ended        it runs no more: no task can be added, nothing is left to cancel
 ├── WorkflowBusy           workflow_busy         its tasks are being stopped or run; try again when they have ended
+├── WorkflowGrown          workflow_grown        a task that added tasks cannot run again: it would add them twice
 ├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
 ├── PoolExists             pool_exists           same pool_id, other content
 ├── PoolClosed             pool_closed           the pool is draining, stopped or evicted
@@ -197,6 +198,16 @@ class WorkflowBusy(OrchestratorError):
 
     def __init__(self, workflow_id: str, why: str) -> None:
         super().__init__(f"workflow {workflow_id!r}: {why}; nothing was changed, try again when that is over")
+
+
+class WorkflowGrown(OrchestratorError):
+    code = "workflow_grown"
+
+    def __init__(self, workflow_id: str, task: str) -> None:
+        super().__init__(
+            f"workflow {workflow_id!r}: task {task} has added tasks, and would add them a second time; nothing was"
+            " changed, make a new workflow of what is to run again"
+        )
 
 
 class LeaseEnded(OrchestratorError):

@@ -21,6 +21,8 @@ IN_A_ROW = 64
 AHEAD = 2
 #: Seconds after which others may have a job that found no slot.
 PATIENCE_S = 0.25
+#: Since when those wait that nobody shall run.
+GIVEN_UP = -math.inf
 #: Characters of a payload that a slot takes at once, so that sending it waits for nobody.
 SMALL = 16_384
 
@@ -53,8 +55,8 @@ class Hand:
 
     def next_for(self, slot: SlotProcess) -> Batch | None:
         """The oldest that this slot may run: whoever has a GPU of its own needs one that keeps nothing there."""
-        for place, (_, batch) in enumerate(self._kept):
-            if slot.resident is None or not batch[0].gpus:
+        for place, (since, batch) in enumerate(self._kept):
+            if since > GIVEN_UP and (slot.resident is None or not batch[0].gpus):
                 del self._kept[place]
                 return batch
         return None
@@ -63,7 +65,7 @@ class Hand:
         """This attempt shall not run here, or none of them: `overdue` has them next."""
         for place, (_, batch) in enumerate(self._kept):
             if job is None or any((claim.job_id, claim.attempt) == job for claim in batch):
-                self._kept[place] = (-math.inf, batch)
+                self._kept[place] = (GIVEN_UP, batch)
 
     def overdue(self, now: float) -> list[Batch]:
         """Those that waited long enough, which leave."""

@@ -110,7 +110,7 @@ class SlotProcess:
         try:
             self.pipe.send(head, body)
         except OSError:
-            return  # its end is noticed by whoever watches it
+            self.kill()  # it is gone, or did not read for long: half a frame would leave it waiting for ever
 
     def stop(self, patience_s: float) -> None:
         """It may unload its model, and must be gone then."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -35,7 +36,11 @@ class Added:
 
 
 class Stage:
-    """The tasks that one attempt adds."""
+    """The tasks that one attempt adds.
+
+    A call that raises added nothing, and the handler may go on; or, where that cannot be undone (a map whose iterator
+    broke behind its first parts, a frame that was not kept), the attempt fails with that error, whoever caught it.
+    """
 
     def __init__(self, send: Callable[[int, str], None], max_bytes: int) -> None:
         """`send(number, frame)` keeps a frame until the attempt has ended; it raises when that is not possible."""
@@ -46,14 +51,16 @@ class Stage:
         self._entries: list[str] = []
         self._size = 0
         self._frames = 0
+        #: Why only half of what was asked for was added.
+        self._broken: BaseException | None = None
         #: Tasks so far.
         self.count = 0
 
     def spawn(self, type: str, payload: Mapping[str, Any] | None, needs: Sequence[Added], **fields: Any) -> Added:
         numbers = [_number(one) for one in needs]
         with self._lock:
-            number = self._take(1)
-            self._add({"n": number, "count": 1, "type": type, "payload": payload or {}, "needs": numbers, **fields})
+            self._check_whole()
+            number = self._add(1, {"type": type, "payload": payload or {}, "needs": numbers, **fields})
         return Added(task_id(self._base, number), 1, number)
 
     def map(
@@ -70,65 +77,97 @@ class Stage:
         with self._lock:
             # Whoever collects is made a job before its parts, which may come from an iterator: its frame is kept free.
             self.flush()
-            collecting, first_frame = (self._take(1) if then else None), self._frames
-            self._frames += 1
-            part = {"type": type, "payload": dict(shared), "then": collecting, **fields}
-            parts = self._range(part, items, chunk) if isinstance(items, range) else self._items(part, items, chunk)
-            self.flush()
-            if then is not None:
-                entry = {"n": collecting, "count": 1, "type": then[0], "payload": then[1], "parts": parts}
-                self._send(first_frame, self._frame([self._text(entry | _options_of(fields))]))
+            with self._whole_or_nothing(self.count + (then is not None)):
+                collecting, first_frame = (self._take(1) if then else None), self._frames
+                self._frames += 1
+                part = {"type": type, "payload": dict(shared), "then": collecting, **fields}
+                collector: dict[str, Any] = {"n": collecting, "count": 1, "parts": 0, **_options_of(fields)}
+                if then is not None:
+                    collector |= {"type": then[0], "payload": then[1]}
+                    self._text(collector)  # one that cannot be written must not come to light behind its parts
+                parts = self._range(part, items, chunk) if isinstance(items, range) else self._items(part, items, chunk)
+                self.flush()
+                if then is not None:
+                    self._send_frame(first_frame, [self._text(collector | {"parts": parts})])
         job_id = task_id(self._base, collecting) if collecting is not None else ""
         return Added(job_id, parts + (then is not None), collecting)
 
     def flush(self) -> None:
-        """Send what is collected."""
+        """Send what is collected. Raises what broke an earlier call halfway."""
         with self._lock:
+            self._check_whole()
             if self._entries:
                 number, self._frames = self._frames, self._frames + 1
-                frame, self._entries, self._size = self._frame(self._entries), [], 0
-                self._send(number, frame)
+                entries, self._entries, self._size = self._entries, [], 0
+                self._send_frame(number, entries)
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    @contextmanager
+    def _whole_or_nothing(self, without_parts: int) -> Iterator[None]:
+        """As if nobody had asked, if it fails while there are no more tasks than these; broken after that."""
+        count, frames = self.count, self._frames
+        try:
+            yield
+        except BaseException as error:
+            if self.count > without_parts:
+                self._broken = self._broken or error
+            else:
+                self.count, self._frames = count, frames
+            raise
+
+    def _send_frame(self, number: int, entries: Sequence[str]) -> None:
+        try:
+            self._send(number, f'{{"base":"{self._base}","entries":[{",".join(entries)}]}}')
+        except BaseException as error:
+            self._broken = error
+            raise
 
     def _range(self, part: dict[str, Any], items: range, chunk: int) -> int:
         """One entry, however many parts."""
         parts = -(-len(items) // chunk)
         if parts:
             span = [items.start, items.stop, items.step]
-            self._add(part | {"n": self._take(parts), "count": parts, "range": span, "chunk": chunk, "index": 0})
+            self._add(parts, part | {"range": span, "chunk": chunk, "index": 0})
         return parts
 
     def _items(self, part: dict[str, Any], items: Iterable[Any], chunk: int) -> int:
         parts = 0
         for group in _grouped(items, chunk, self._max_bytes):
-            entry = part | {"n": self._take(len(group)), "count": len(group), "items": group, "index": parts}
-            self._add(entry)
+            self._add(len(group), part | {"items": group, "index": parts})
             parts += len(group)
         return parts
 
     def _take(self, count: int) -> int:
         """The number of the first of so many more tasks."""
-        if self.count + count > MAX_TASKS:
-            raise ValueError(f"a job may add {MAX_TASKS:,} tasks at most; map over larger chunks")
+        self._check_room(count)
         self.count += count
         return self.count - count
 
-    def _add(self, entry: dict[str, Any]) -> None:
-        text = self._text(entry)
+    def _check_room(self, count: int) -> None:
+        if self.count + count > MAX_TASKS:
+            raise ValueError(f"a job may add {MAX_TASKS:,} tasks at most; map over larger chunks")
+
+    def _add(self, count: int, entry: dict[str, Any]) -> int:
+        """So many tasks; the number of the first. They count once they could be written down."""
+        self._check_room(count)
+        text = self._text({"n": self.count, "count": count, **entry})
         if self._entries and self._size + len(text) > FRAME:
             self.flush()
+        number = self._take(count)
         self._entries.append(text)
         self._size += len(text)
         if self._size > FRAME or len(self._entries) >= ENTRIES:
             self.flush()
+        return number
 
     def _text(self, entry: dict[str, Any]) -> str:
         text = canonical_json(entry, "a task", DEPTH + AROUND)
         if "items" not in entry and len(text) > self._max_bytes + 65_536:
             raise ValueError(f"a payload is larger than {self._max_bytes} bytes; pass a reference to the data")
         return text
-
-    def _frame(self, entries: Sequence[str]) -> str:
-        return f'{{"base":"{self._base}","entries":[{",".join(entries)}]}}'
 
 
 def _grouped(items: Iterable[Any], chunk: int, max_bytes: int) -> Iterator[list[list[Any]]]:

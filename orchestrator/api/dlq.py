@@ -115,7 +115,7 @@ async def redrive(request: Request, api: Api) -> Json:
 async def purge(request: Request, api: Api) -> Json:
     """Forget them, oldest first: the jobs' rows go, their history in the audit trail stays.
 
-    A job whose worker vanished stays while its GPU lease does; ask again in a minute.
+    A job whose worker vanished stays while its GPU lease does; ask again in a minute. A workflow keeps its tasks.
     """
     body = await read_model(request, PurgeBody, BODY_LIMIT)
     wanted = body.filter.meant()

@@ -74,6 +74,7 @@ STATUS: dict[type[OrchestratorError], int] = {
     errors.WorkflowConflict: 409,
     errors.WorkflowEnded: 409,
     errors.WorkflowBusy: 409,
+    errors.WorkflowGrown: 409,
     errors.JobEnded: 409,
     errors.JobNotWaiting: 409,
     errors.JobCancelled: 409,

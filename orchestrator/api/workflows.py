@@ -66,7 +66,7 @@ class EventsQuery(BaseModel):
 class InputsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    after: int = Field(-1, ge=-1, description="position of the last result already seen")
+    after: int = Field(-1, ge=-1, lt=2**31, description="position of the last result already seen")
     name: Name | None = None
 
 

@@ -117,6 +117,7 @@ def _text(lane: str, left: Left, ended: Ended, rate: float) -> str:
     parts = [f"{lane}: {_count(left.ready)} wait, {left.running} run"]
     parts += [f"{_count(left.delayed)} not due yet"] if left.delayed else []
     parts += [f"{_count(left.blocked)} blocked (see gpuorch jobs explain)"] if left.blocked else []
+    parts += [f"{_count(left.coming)} tasks are being added"] if left.coming else []
     parts += [f"{ended.done} done"] + ([f"{ended.failed} failed attempts"] if ended.failed else [])
     return ", ".join(parts) + (f", {rate:.1f}/s" if rate else "")
 

@@ -50,6 +50,14 @@ class Refused(OrchestratorError):
         self.retry_after_s = float(exact) if known else _seconds(response.headers.get("Retry-After"))
         super().__init__(f"{response.status_code} {self.code}: {detail}")
 
+    @property
+    def says_nothing_of_it(self) -> bool:
+        """Whether nobody knows what became of the request: what stands before the server gave up, or it cannot be read.
+
+        A 500 is the server's own word: it broke on this request, and would again.
+        """
+        return self.status in {502, 503, 504} or self.status < 400
+
 
 class JobsRefused(OrchestratorError):
     """`answers` has the server's answer to each job, in order: those with an `error` are not stored."""

@@ -6,6 +6,8 @@ What is sent again, and what is not:
   database got lost), so only what is `repeatable` is sent again then.
 - A server that did not answer may have got the request. Only what is `repeatable` is sent again, or what cannot have
   left this machine.
+- A 502, a 504 or an answer that nobody can read is that of something before a server that restarts: nobody knows what
+  became of the request. Only what is `repeatable` is sent again.
 - `repeatable` is what comes to the same when it is sent twice: whatever only reads; a submit, a pool and a workflow,
   because their ids are made before they are sent for the first time; what sets a value (cancel, priority, scale, drain,
   evict, release).
@@ -75,7 +77,7 @@ class Patience:
                 raise
             return Later(RETRY_S, away)
         except Refused as refused:
-            if refused.status not in BUSY or (refused.status == 503 and not request.repeatable):
+            if refused.status != 429 and not (request.repeatable and refused.says_nothing_of_it):
                 raise
             return Later(refused.retry_after_s or RETRY_S, refused)
 

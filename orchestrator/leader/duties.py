@@ -20,7 +20,7 @@ from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
 from orchestrator.leader.recurring import fire_schedules
 from orchestrator.leader.replicas import Replicas
 from orchestrator.leader.term import Term
-from orchestrator.leader.workflows import tend
+from orchestrator.leader.workflows import Walks, tend
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import caps, dead_letters, gatekeeper, gates, leases, nodes, outbox, reports, withdraw
@@ -63,6 +63,7 @@ class DutyContext:
     #: What the last look at those who wait for caps saw last.
     waited_for: str = ""
     walk: gatekeeper.Walk = field(default_factory=gatekeeper.Walk)
+    unfinished: Walks = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.settings)
@@ -278,7 +279,15 @@ def tell_dead_letters(context: DutyContext) -> int:
 
 def tend_workflows(context: DutyContext) -> int:
     """End workflows whose time is over, go on with those being stopped or started over, make jobs of added tasks."""
-    return tend(context.term, context.settings, context.retry_policy, context.policies, context.publisher, context.hub)
+    return tend(
+        context.term,
+        context.settings,
+        context.retry_policy,
+        context.policies,
+        context.publisher,
+        context.hub,
+        context.unfinished,
+    )
 
 
 def fire_due(context: DutyContext) -> int:

@@ -22,10 +22,22 @@ MAKES = 20
 FRAMES = 500
 
 
-def tend(term: Term, settings: Settings, policy: RetryPolicy, policies: Copy, publisher: Publisher, hub: Hub) -> int:
+#: How far this term is with workflows that have more tasks than one call sees to.
+Walks = dict[str, Walk]
+
+
+def tend(
+    term: Term,
+    settings: Settings,
+    policy: RetryPolicy,
+    policies: Copy,
+    publisher: Publisher,
+    hub: Hub,
+    unfinished: Walks,
+) -> int:
     """How much it did."""
     walks = [term.write(partial(workflows.expire, workflow_id=one)) for one in _looked_up(term)]
-    walks += [_sweep(term, one) for one in term.db.read(lambda conn: flows.swept(conn, MOST))]
+    walks += [_sweep(term, one, unfinished) for one in term.db.read(lambda conn: flows.swept(conn, MOST))]
     if any(walk.asked for walk in walks):
         hub.ring("look")  # workers hear which of their jobs must stop
     hub.unbury([entry for walk in walks for entry in walk.entry_ids])
@@ -42,11 +54,13 @@ def _looked_up(term: Term) -> list[str]:
     return [*term.write(lambda conn: flows.overdue(conn, MOST))]
 
 
-def _sweep(term: Term, workflow_id: str) -> Walk:
-    walk = Walk()
+def _sweep(term: Term, workflow_id: str, unfinished: Walks) -> Walk:
+    walk = unfinished.pop(workflow_id, Walk())
     for _ in range(BATCHES):
-        if not term.write(partial(walk.go_on, workflow_id=workflow_id)):
-            break
+        walk = term.write(partial(walk.go_on, workflow_id=workflow_id))
+        if walk.after is None:
+            return walk
+    unfinished[workflow_id] = walk.place
     return walk
 
 

@@ -152,6 +152,8 @@ def _by_time(query: Select[Any], wanted: Filter) -> Select[Any]:
 
 
 _GATED = GATED.label("gated")
+#: A task of a workflow starts over with that, and is kept as long as that is.
+_NO_TASK = jobs.c.workflow_id.is_(None)
 
 
 #: The audit row of a letter that is forgotten.
@@ -182,16 +184,16 @@ class Removed:
 
 
 def matching(conn: Connection, wanted: Filter, limit: int, redrive_max: int | None = None) -> list[str]:
-    """The oldest letters that are meant; with `redrive_max`, only those that may start over by themselves.
+    """The oldest letters that are meant, without tasks; with `redrive_max`, only those that may start over.
 
     Whoever changes them names them: a transaction that runs again after a lost answer then meets its own work,
     not the next letters.
     """
-    again = [] if redrive_max is None else [jobs.c.redrives < redrive_max, jobs.c.workflow_id.is_(None)]
+    again = [] if redrive_max is None else [jobs.c.redrives < redrive_max]
     return list(
         conn.execute(
             _by_time(in_order(select(dead_letters.c.job_id)), wanted)
-            .where(*wanted.conditions(), *again)
+            .where(*wanted.conditions(), _NO_TASK, *again)
             .order_by(dead_letters.c.buried_at, dead_letters.c.job_id)
             .limit(limit)
         ).scalars()
@@ -211,7 +213,7 @@ def redrive(
 
     `delay(n)` is how many seconds the n-th of them waits: a crowd that failed together need not come back together.
     """
-    found = [row for row in _lock(conn, job_ids, jobs.c.workflow_id.is_(None)) if row.redrives < redrive_max]
+    found = [row for row in _lock(conn, job_ids, _NO_TASK) if row.redrives < redrive_max]
     return _redrive(conn, found, job_ids, delay, actor)
 
 
@@ -224,7 +226,7 @@ def redrive_ended(
     actor: str | None,
 ) -> Removed:
     """The same for jobs that ended in one of these states, with a letter or without."""
-    ended = lock_ended(conn, job_ids, jobs.c.workflow_id.is_(None))
+    ended = lock_ended(conn, job_ids, _NO_TASK)
     found = [one for one in ended if one.status in statuses and one.redrives < redrive_max]
     return _redrive(conn, found, job_ids, delay, actor)
 
@@ -283,10 +285,11 @@ def start_over(conn: Connection, arrow: Arrow, rows: Sequence[Found], actor: str
 def purge(conn: Connection, job_ids: Sequence[str], actor: str | None) -> Removed:
     """Forget those of these that are dead letters, rows and all; only the audit trail remembers them.
 
+    A task stays: its workflow counts it, and others need it.
     One that still has a lease, because its worker vanished, stays until that ends: its id may be submitted again at
     once, and the new job's lease would bear the same name.
     """
-    dead = _lock(conn, job_ids)
+    dead = _lock(conn, job_ids, _NO_TASK)
     held = leases.forget_jobs(conn, [row.job_id for row in dead])
     found = [row for row in dead if row.job_id not in held]
     ids = [row.job_id for row in found]

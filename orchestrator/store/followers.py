@@ -19,7 +19,7 @@ from orchestrator.jobs import CANCEL, TERMINAL, Arrow, Queued, Status
 from orchestrator.store import audit, blocked, flows, spawns
 from orchestrator.store.dialect import by_key
 from orchestrator.store.flows import Flow
-from orchestrator.store.hot import Hot
+from orchestrator.store.hot import Hot, some_at_a_time
 from orchestrator.store.moves import Attempt, by_attempt, move
 from orchestrator.store.schema import jobs, task_edges
 from orchestrator.workflows import BAD, FlowStatus, counted_as
@@ -121,9 +121,10 @@ def settle(conn: Connection, ended: Sequence[Ended]) -> set[str]:
 
 def _cancel_the_rest(conn: Connection, workflow_id: str) -> None:
     """Of a workflow that just failed: as many as one batch has; the leader sees to what is left."""
+    grows = flows.grows(conn, workflow_id)  # before we look: what is made in between would be missed
     rows = flows.tasks(conn, workflow_id, None, jobs.c.status)
     waiting = [row.job_id for row in rows if row.status == Status.PENDING]
-    all_seen = flows.place_behind(rows) is None and not flows.grows(conn, workflow_id)
+    all_seen = flows.place_behind(rows) is None and not grows
     if cancel_waiting(conn, waiting) == len(waiting) and all_seen:
         flows.change(conn, workflow_id, sweep=None)
 
@@ -214,13 +215,17 @@ def _let_go(conn: Connection, parents: Sequence[str]) -> set[str]:
     if not fewer:
         return set()
     for count, task_ids in sorted(fewer.items()):
-        _WAIT_LESS.run(conn, sorted(task_ids), fewer=count)
+        for some in some_at_a_time(sorted(task_ids)):
+            _WAIT_LESS.run(conn, some, fewer=count)
     return release(conn, [task_id for task_ids in fewer.values() for task_id in task_ids])
 
 
 def release(conn: Connection, task_ids: Sequence[str]) -> set[str]:
     """Let those of these go that wait for no task any more. They keep the rank that they were given at first."""
-    free = _FREE.rows(conn, sorted(task_ids)) if task_ids else ()
-    blocked.let_go(conn, [job_id for job_id, _, gated in free if not gated])
-    blocked.let_gated_go(conn, [job_id for job_id, _, gated in free if gated])
-    return {lane for _, lane, _ in free}
+    lanes: set[str] = set()
+    for some in some_at_a_time(sorted(task_ids)):
+        free = _FREE.rows(conn, some)
+        blocked.let_go(conn, [job_id for job_id, _, gated in free if not gated])
+        blocked.let_gated_go(conn, [job_id for job_id, _, gated in free if gated])
+        lanes |= {lane for _, lane, _ in free}
+    return lanes

@@ -17,6 +17,8 @@ from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select
 MAX_PARAMETERS = 32_000
 #: Characters of one INSERT: four bytes each and escaped, still less than MariaDB's max_allowed_packet of 16 MiB.
 MAX_CHARACTERS = 2_000_000
+#: Ids in one statement, where nobody knows how many there are.
+MANY_IDS = 1000
 #: From so many rows on it pays to look for what they have in common.
 MANY_ROWS = 8
 
@@ -24,6 +26,11 @@ MANY_ROWS = 8
 Listed = Sequence[ColumnElement[Any]]
 Processor = Callable[[Any], Any]
 Parameters = dict[str, Any] | tuple[Any, ...]
+
+
+def some_at_a_time(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    """In order, as many at a time as one statement should name."""
+    return (ids[first : first + MANY_IDS] for first in range(0, len(ids), MANY_IDS))
 
 
 class Hot:

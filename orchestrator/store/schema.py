@@ -103,12 +103,13 @@ jobs = Table(
     Column("constraints", LongText),
     Column("trace_context", String(128)),
     # The workflow that it is a task of, its name there, how many tasks it needs (also those that are not made yet), for
-    # how many of them it waits; whether others go on without it.
+    # how many of them it waits; whether others go on without it; whether it added tasks.
     Column("workflow_id", String(128)),
     Column("task", String(128)),
     Column("needs", Integer),
     Column("waits_for", Integer),
     Column("optional", Boolean, nullable=False, server_default="0"),
+    Column("spawned", Boolean, nullable=False, server_default="0"),
     # Where it is: `attempt` fences and only grows; `attempts` counts what is charged against max_attempts.
     Column("attempt", Integer, nullable=False, server_default="0"),
     Column("attempts", Integer, nullable=False, server_default="0"),

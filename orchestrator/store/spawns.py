@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, select, update
 
 from orchestrator.store import audit, flows
+from orchestrator.store.dialect import by_key
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, spawns, workflows
 from orchestrator.workflows import new_workflow_id
@@ -28,9 +29,11 @@ def found(conn: Connection, one: Ended) -> Ended:
 
 
 def add(conn: Connection, ended: Sequence[Ended]) -> None:
-    """From now on their staged tasks are to be made jobs (`spawning`)."""
+    """From now on their staged tasks are to be made jobs (`spawning`), and they cannot run again."""
     rows = [
         {"job_id": one.job_id, "attempt": one.attempt, "workflow_id": one.workflow_id, "remaining": one.spawned}
         for one in ended
     ]
     insert_rows(conn, spawns, rows)
+    own = by_key(update(jobs)).where(jobs.c.job_id.in_([one.job_id for one in ended]))
+    conn.execute(own.values(spawned=True))

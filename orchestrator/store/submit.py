@@ -127,9 +127,11 @@ def _submit(conn: Connection, db: Database, batch: Sequence[NewJob], lookup: lis
     known = _known_hashes(conn, lookup)
     answers: list[Answer] = []
     fresh: dict[int, NewJob] = {}
+    first: dict[str, int] = {}
     for position, job in enumerate(batch):
         if job.job_id not in known:
             known[job.job_id] = job.content_hash
+            first[job.job_id] = position
             fresh[position] = job
             answers.append(Verdict.CREATED)
         else:
@@ -145,6 +147,11 @@ def _submit(conn: Connection, db: Database, batch: Sequence[NewJob], lookup: lis
     if admitted:
         _insert_jobs(conn, db, admitted, rules)
         flows.add_tasks(conn, [one.job.spec.workflow_id for one in admitted if one.job.spec.workflow_id])
+    if len(admitted) < len(first):
+        # Who named the same id behind one that was not let in must not hear that it is there.
+        for position, job in enumerate(batch):
+            leader = answers[first.get(job.job_id, position)]
+            answers[position] = answers[position] if isinstance(leader, Verdict) else leader
     return answers
 
 

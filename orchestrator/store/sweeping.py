@@ -7,7 +7,7 @@ that wanted it; the leader goes on from there. Rows that others hold are passed 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, func, or_, select, update
@@ -17,6 +17,7 @@ from orchestrator.jobs import OWNED, Queued, Status
 from orchestrator.store import audit, blocked, dead_letters, flows, followers
 from orchestrator.store.dialect import by_key, utc_now
 from orchestrator.store.flows import Flow, Place
+from orchestrator.store.hot import some_at_a_time
 from orchestrator.store.schema import jobs, results, task_edges
 from orchestrator.workflows import BAD, GOOD, FlowStatus, counted_as
 
@@ -36,33 +37,40 @@ class Step(NamedTuple):
     entry_ids: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Walk:
     """How far somebody is with a workflow, and how much he passed over."""
 
+    #: What is being done to the tasks. When that changes, it begins anew.
+    sweep: str | None = None
+    #: Where it goes on; None: at the beginning, and after the last batch.
     after: Place | None = None
     left: int = 0
     asked: int = 0
-    lanes: set[str] = field(default_factory=set)
-    entry_ids: list[str] = field(default_factory=list)
+    lanes: frozenset[str] = frozenset()
+    entry_ids: tuple[str, ...] = ()
 
-    def go_on(self, conn: Connection, workflow_id: str) -> bool:
-        """The next batch; whether there is another. A walk that passed nobody over is the end of it."""
+    def go_on(self, conn: Connection, workflow_id: str) -> Walk:
+        """With the next batch: as it is once the transaction is committed, which may have to run again.
+
+        A walk that passed nobody over is the end of the sweep.
+        """
         flows.hold_growth(conn, workflow_id)
         flow = flows.lock_one(conn, workflow_id)
         if flow.sweep is None:
-            return False
-        step = (
-            restart_some(conn, flow, self.after) if flow.sweep == flows.RETRY else cancel_some(conn, flow, self.after)
-        )
-        self.after = step.after
-        self.left += step.left
-        self.asked += step.asked
-        self.lanes |= step.lanes
-        self.entry_ids += step.entry_ids
-        if step.after is None and not self.left:
+            return replace(self, after=None)
+        after, left = (self.after, self.left) if flow.sweep == self.sweep else (None, 0)
+        step = restart_some(conn, flow, after) if flow.sweep == flows.RETRY else cancel_some(conn, flow, after)
+        left += step.left
+        if step.after is None and not left:
             _stop_sweeping(conn, workflow_id)
-        return step.after is not None
+        lanes, entry_ids = self.lanes | step.lanes, self.entry_ids + step.entry_ids
+        return Walk(flow.sweep, step.after, left, self.asked + step.asked, lanes, entry_ids)
+
+    @property
+    def place(self) -> Walk:
+        """Without what was told of it."""
+        return Walk(self.sweep, self.after, self.left)
 
 
 def _stop_sweeping(conn: Connection, workflow_id: str) -> None:
@@ -155,8 +163,8 @@ def _call_back(conn: Connection, job_ids: Sequence[str], but: Collection[str]) -
 
 
 def _block(conn: Connection, job_ids: Sequence[str], waits_for: Any) -> None:
-    waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(sorted(job_ids)), jobs.c.queued.is_not(None))
     columns = {"wait_reason": None, "published_at": None, "not_before": None, "start_by": None}
     blocking = {"queued": Queued.BLOCKED, "blocked_on": blocked.TASKS, "waits_for": waits_for}
-    if job_ids:
+    for some in some_at_a_time(sorted(job_ids)):
+        waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(some), jobs.c.queued.is_not(None))
         conn.execute(waiting.values(columns | blocking))

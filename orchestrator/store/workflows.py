@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, or_, select
@@ -15,6 +15,7 @@ from orchestrator.errors import (
     WorkflowBusy,
     WorkflowConflict,
     WorkflowEnded,
+    WorkflowGrown,
     WorkflowNotFound,
 )
 from orchestrator.jobs import OWNED, TERMINAL, NewJob, RetryPolicy, Status
@@ -279,9 +280,7 @@ def expire(conn: Connection, workflow_id: str) -> Walk:
 
 
 def _first_batch(conn: Connection, workflow_id: str) -> Walk:
-    walk = Walk()
-    walk.go_on(conn, workflow_id)
-    return walk
+    return Walk().go_on(conn, workflow_id)
 
 
 # ── starting over ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -300,18 +299,21 @@ def retry_failed(conn: Connection, workflow_id: str, actor: str | None = None) -
 class Rerun:
     #: That start over: what was asked for, and whatever else ended badly.
     tasks: int
-    walk: Walk = field(default_factory=Walk)
+    walk: Walk
 
 
 def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = None) -> Rerun:
     """Start a task over with all that needs it, directly or not, and whatever else of the workflow ended badly.
 
-    Raises WorkflowNotFound, InvalidInput for a task that nobody knows, or WorkflowBusy while one of them runs.
+    Raises WorkflowNotFound, InvalidInput for a task that nobody knows, WorkflowGrown when one of them added tasks, or
+    WorkflowBusy while one of them runs.
     """
     flow = _idle(conn, workflow_id)
     first = _find(conn, workflow_id, task)
     ids = _behind(conn, first)
     rows = _of(conn, ids)
+    if grown := next((row for row in rows if row.spawned), None):
+        raise WorkflowGrown(workflow_id, grown.task or grown.job_id)
     if busy := next((row for row in rows if row.status in OWNED), None):
         raise WorkflowBusy(workflow_id, f"task {busy.task or busy.job_id} is {busy.status}")
     if next(row.status for row in rows if row.job_id == first) == Status.PENDING:
@@ -321,9 +323,8 @@ def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = Non
     _go_on(conn, flow, "rerun", actor, task=task, tasks=len(ended) + elsewhere)
     lanes, entry_ids = sweeping.restart(conn, flow, ended, actor)
     walk = _first_batch(conn, workflow_id)
-    walk.lanes |= lanes
-    walk.entry_ids += entry_ids
-    return Rerun(len(ended) + elsewhere, walk)
+    told = replace(walk, lanes=walk.lanes | lanes, entry_ids=(*walk.entry_ids, *entry_ids))
+    return Rerun(len(ended) + elsewhere, told)
 
 
 def _idle(conn: Connection, workflow_id: str) -> Flow:
@@ -363,5 +364,5 @@ def _behind(conn: Connection, first: str) -> list[str]:
 
 
 def _of(conn: Connection, job_ids: Sequence[str]) -> Sequence[Row[Any]]:
-    columns = (jobs.c.job_id, jobs.c.task, jobs.c.status)
+    columns = (jobs.c.job_id, jobs.c.task, jobs.c.status, jobs.c.spawned)
     return conn.execute(by_key(select(*columns), jobs).where(jobs.c.job_id.in_(job_ids))).all()

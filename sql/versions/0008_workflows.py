@@ -36,6 +36,7 @@ def upgrade() -> None:
     add_column("orchestrator_jobs", sa.Column("needs", sa.Integer(), nullable=True))
     add_column("orchestrator_jobs", sa.Column("waits_for", sa.Integer(), nullable=True))
     add_column("orchestrator_jobs", sa.Column("optional", sa.Boolean(), server_default="0", nullable=False))
+    add_column("orchestrator_jobs", sa.Column("spawned", sa.Boolean(), server_default="0", nullable=False))
     create_index("ix_jobs_workflow", "orchestrator_jobs", "workflow_id", "created_at", "job_id")
     op.create_table(
         "workflows",

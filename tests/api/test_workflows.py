@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.store import schema
-from tests.factories import hire, rows
+from tests.factories import done, hire, rows
 
 
 def task(name, *needs, **fields):
@@ -109,6 +109,16 @@ def test_cancel_retry_and_rerun(api):
     ]
 
 
+def test_a_task_that_added_tasks_is_not_run_again(api):
+    create(api, task("a"), task("b"))
+    hand = hire(api.db)
+    (claim,) = hand.claim("w.a")
+    hand.record(ends=[done(claim)._replace(spawned=1)])
+    refused = api.post("/workflows/w/rerun", json={"task": "a"})
+    assert (refused.status_code, refused.json()["code"]) == (409, "workflow_grown")
+    assert "make a new workflow" in refused.json()["detail"] and "spawned" not in api.get("/jobs/w.a").json()
+
+
 def test_the_results_of_what_a_task_needed(api):
     create(api, task("a"), task("b"), task("c", "b", "a"))
     hand = hire(api.db)
@@ -121,3 +131,6 @@ def test_the_results_of_what_a_task_needed(api):
     assert found["next_after"] is None
     (only,) = api.get("/jobs/w.c/inputs?name=a").json()["inputs"]
     assert only["job_id"] == "w.a"
+    assert api.get(f"/jobs/w.c/inputs?after={2**31 - 1}").json()["inputs"] == []
+    beyond = api.get(f"/jobs/w.c/inputs?after={2**31}")
+    assert (beyond.status_code, beyond.json()["code"]) == (422, "invalid_input")

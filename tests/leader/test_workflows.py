@@ -6,8 +6,10 @@ from sqlalchemy import update
 from orchestrator.errors import StaleEpoch
 from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
+from orchestrator.leader import workflows as leading
 from orchestrator.store import flows, leadership, schema, spawning, workflows
 from orchestrator.store.dialect import utc_shift
+from orchestrator.store.sweeping import Walk
 from tests.factories import hire, row, rows
 from tests.store.test_spawning import begin
 from tests.store.test_workflows import create, flow, standing, task
@@ -38,6 +40,52 @@ def test_it_goes_on_with_what_one_transaction_could_not_do(db, context, monkeypa
     duties.tend_workflows(context)
     assert flow(db)["progress"]["completed"] == 0 and flow(db)["sweep"] is None
     assert list(standing(db).values()).count("ready") == 1
+
+
+def test_a_workflow_with_more_tasks_than_one_call_sees_to_is_gone_through_all_the_same(db, context, monkeypatch):
+    monkeypatch.setattr(flows, "BATCH", 3)
+    monkeypatch.setattr(leading, "BATCHES", 2)
+    create(db, *[task(f"t{n:02}") for n in range(20)])
+    db.write(lambda conn: workflows.cancel(conn, "w"))
+    for _ in range(4):
+        duties.tend_workflows(context)
+    assert flow(db)["progress"]["cancelled"] == 20 and flow(db)["sweep"] is None and not context.unfinished
+
+
+def test_a_walk_begins_anew_when_something_else_is_to_be_done(db, context, monkeypatch):
+    monkeypatch.setattr(flows, "BATCH", 3)
+    monkeypatch.setattr(leading, "BATCHES", 1)
+    create(db, *[task(f"t{n:02}") for n in range(12)])
+    db.write(lambda conn: workflows.cancel(conn, "w"))
+    for _ in range(5):
+        duties.tend_workflows(context)
+    db.write(lambda conn: workflows.retry_failed(conn, "w"))
+    duties.tend_workflows(context)
+    duties.tend_workflows(context)
+    assert context.unfinished, "it is in the middle of starting them over"
+    db.write(lambda conn: workflows.cancel(conn, "w"))
+    for _ in range(6):
+        duties.tend_workflows(context)
+    assert set(standing(db).values()) == {"cancelled"} and flow(db)["sweep"] is None
+
+
+def test_a_batch_whose_transaction_runs_again_is_not_passed_over(db, context, monkeypatch):
+    """As after a deadlock, or a connection that broke before the commit."""
+    monkeypatch.setattr(flows, "BATCH", 3)
+    create(db, *[task(f"t{n:02}") for n in range(9)])
+    db.write(lambda conn: workflows.cancel(conn, "w"))
+    go_on, breaks = Walk.go_on, [False, True, False]
+
+    def go_on_twice(walk, conn, workflow_id):
+        if breaks and breaks.pop(0):
+            with pytest.raises(ZeroDivisionError), conn.begin_nested():
+                go_on(walk, conn, workflow_id)
+                raise ZeroDivisionError
+        return go_on(walk, conn, workflow_id)
+
+    monkeypatch.setattr(Walk, "go_on", go_on_twice)
+    duties.tend_workflows(context)
+    assert set(standing(db).values()) == {"cancelled"} and flow(db)["sweep"] is None
 
 
 def test_it_makes_jobs_of_tasks_whose_worker_left_them_and_forgets_those_of_the_lost(db, context, monkeypatch):

@@ -5,14 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orchestrator.errors import InvalidInput
+from orchestrator.errors import InvalidInput, WorkflowGrown
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import inputs, schema, spawning, workflows
+from orchestrator.store import flows, inputs, schema, spawning, workflows
+from orchestrator.store.job_reads import Left, left
 from orchestrator.store.settle import finish_all
 from orchestrator.store.spawning import Marked, Parent, Rules, check, forget_lost, make_some, marked, stage
 from orchestrator.workflows import Limits
 from tests.factories import POLICY, done, hire, is_sqlite, row, rows, submit, traffic
-from tests.store.test_workflows import create, flow, standing, sweep, task
+from tests.store.test_workflows import create, flow, run, standing, sweep, task
 from worker.spawn import Added, Stage
 
 RULES = Rules(POLICY, Limits(1_000_000, 64))
@@ -254,6 +255,115 @@ def test_bad_needs_and_sizes_are_refused_at_once(db):
         check(frame, Parent("w", "me", "default"), RULES.limits)
 
 
+# --- what is left ---
+
+
+def test_tasks_that_are_no_jobs_yet_are_left(db):
+    """Who works until his lane is empty must not leave between the end of the one that added them and their making."""
+    create(db, task("a"))
+    attempt = begin(db, "w.a")
+    attempt.stage.map("part", range(5), 1, ("sum", {}), {})
+    attempt.succeed()
+    assert db.read(lambda conn: left(conn, "default")) == Left(0, 0, 0, 0, coming=6)
+    assert db.read(lambda conn: left(conn, "default", most=2)).total == 2
+    attempt.make()
+    assert db.read(lambda conn: left(conn, "default")) == Left(5, 1, 0, 0)
+
+
+def test_tasks_that_a_stopped_workflow_will_not_get_are_not_left(db):
+    create(db, task("a"))
+    attempt = begin(db, "w.a")
+    attempt.stage.map("part", range(5), 1, None, {})
+    attempt.succeed()
+    db.write(lambda conn: workflows.cancel(conn, "w"))
+    assert len(rows(db, schema.spawns)) == 1
+    assert db.read(lambda conn: left(conn, "default")).total == 0
+
+
+# --- running again ---
+
+
+@pytest.mark.parametrize("again", ["a", "b"])
+def test_a_task_that_added_tasks_is_not_run_again(db, again):
+    """It would add them a second time."""
+    create(db, task("a"), task("b", "a"), task("c", "b"))
+    run(hire(db), "a")
+    attempt = begin(db, "w.b")
+    attempt.stage.map("part", range(3), 1, ("sum", {}), {})
+    attempt.succeed()
+    before = standing(db), flow(db)
+    with pytest.raises(WorkflowGrown, match="task b has added tasks"):
+        db.write(lambda conn: workflows.rerun(conn, "w", again))
+    assert (standing(db), flow(db)) == before
+    run(attempt.hand, "c")
+    assert db.write(lambda conn: workflows.rerun(conn, "w", "c")).tasks == 1
+
+
+def test_an_attempt_that_added_tasks_and_failed_may_be_followed_by_another(db):
+    create(db, task("a"))
+    attempt = begin(db, "w.a")
+    attempt.stage.spawn("part", {}, ())
+    attempt.stage.flush()
+    attempt.hand.fail(attempt.claim, ErrorKind.PERMANENT)
+    assert db.write(lambda conn: workflows.rerun(conn, "w", "a")).tasks == 1
+
+
+# --- handlers that catch what adding raised ---
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda stage: stage.spawn("part", {"x": object()}, ()),
+        lambda stage: stage.spawn("part", {"x": "x" * 200_000}, ()),
+        lambda stage: stage.map("part", range(5), 1, ("sum", {"x": object()}), {}),
+        lambda stage: stage.map("part", range(5), 1, ("sum", {}), {"x": object()}),
+        lambda stage: stage.map("part", [object()], 1, ("sum", {}), {}),
+        lambda stage: stage.map("part", range(2_000_000), 1, ("sum", {}), {}),
+    ],
+)
+def test_a_call_that_raised_added_nothing_and_the_others_are_made(db, wrong):
+    attempt = begin(db)
+    attempt.stage.spawn("echo", {}, ())
+    with pytest.raises((InvalidInput, ValueError)):
+        wrong(attempt.stage)
+    assert attempt.stage.count == 1
+    attempt.stage.map("part", range(3), 1, ("sum", {}), {})
+    attempt.succeed()
+    attempt.make()
+    assert len(of_type(db, "part")) == 3 and of_type(db, "sum")[0].waits_for == 3
+    assert (flow_of(db, attempt)["status"], flow_of(db, attempt)["progress"]["total"]) == ("running", 6)
+    assert rows(db, schema.spawns) == rows(db, schema.task_stages) == []
+
+
+def test_a_map_that_broke_halfway_breaks_its_attempt():
+    def breaking():
+        yield from ["x" * 1000] * 500
+        raise LookupError("no more")
+
+    stage = Stage(lambda _number, _frame: None, 100_000)
+    with pytest.raises(LookupError):
+        stage.map("part", breaking(), 1, ("sum", {}), {})
+    for more in (stage.flush, lambda: stage.spawn("echo", {}, ()), lambda: stage.map("echo", range(3), 1, None, {})):
+        with pytest.raises(LookupError, match="no more"):
+            more()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_frame_that_was_not_kept_breaks_its_attempt(lost):
+    """The first is the one of whoever collects, and is sent behind its parts."""
+
+    def send(number, _frame):
+        if number == lost:
+            raise RuntimeError("not kept")
+
+    stage = Stage(send, 100_000)
+    with pytest.raises(RuntimeError):
+        stage.map("part", range(3), 1, ("sum", {}), {})
+    with pytest.raises(RuntimeError, match="not kept"):
+        stage.flush()
+
+
 # --- in a workflow that does not go on ---
 
 
@@ -313,6 +423,29 @@ def test_who_stops_a_workflow_waits_for_whoever_adds_tasks_to_it(db):
         made, cancelling = db.write(slowly)
         cancelling.result(10)
     assert made.count == 5 and list(standing(db).values()).count("cancelled") == 5
+
+
+def test_tasks_that_are_made_while_their_workflow_fails_are_cancelled_too(db, monkeypatch):
+    if is_sqlite(db):
+        pytest.skip("one writer at a time")
+    create(db, task("a"), task("b"))
+    attempt = begin(db, "w.a")
+    attempt.stage.map("echo", range(5), 1, None, {})
+    attempt.succeed()
+    look = flows.tasks
+
+    def slowly(*asked):
+        seen = look(*asked)
+        attempt.make()
+        return seen
+
+    (claim,) = attempt.hand.claim("w.b")
+    with monkeypatch.context() as patched:
+        patched.setattr(flows, "tasks", slowly)
+        attempt.hand.fail(claim, ErrorKind.PERMANENT)
+    assert flow(db)["sweep"] == "pending" and list(standing(db).values()).count("ready") == 5
+    sweep(db)
+    assert flow(db)["sweep"] is None and list(standing(db).values()).count("cancelled") == 5
 
 
 def test_tasks_that_can_never_be_fail_their_workflow(db):

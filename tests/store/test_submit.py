@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from orchestrator.errors import JobNotFound, Unavailable
+from orchestrator.admission import FREELY
+from orchestrator.errors import JobNotFound, QueueFull, Unavailable
 from orchestrator.jobs import NewJob
 from orchestrator.store import job_reads, schema
 from orchestrator.store.submit import Verdict, submit_jobs
@@ -36,6 +37,15 @@ def test_one_batch_may_hold_the_same_job_twice(db):
     batch = [new_job(job_id="j", payload={"n": n}) for n in (1, 1, 2)]
     assert submit_jobs(db, batch, POLICY) == [Verdict.CREATED, Verdict.EXISTS, Verdict.CONFLICT]
     assert len(rows(db, schema.jobs)) == 1
+
+
+def test_nobody_hears_that_a_job_is_there_whose_first_copy_was_not_let_in(db):
+    batch = [new_job(job_id=name, payload={"n": n}) for name, n in (("j", 1), ("k", 1), ("j", 1), ("j", 2), ("k", 1))]
+    full = QueueFull("too many")
+    decide = lambda _conn, fresh: [full if one.job_id == "j" else FREELY for one in fresh]
+    answers = submit_jobs(db, batch, POLICY, decide)
+    assert answers == [full, Verdict.CREATED, full, full, Verdict.EXISTS]
+    assert [one.job_id for one in rows(db, schema.jobs)] == ["k"]
 
 
 def test_ids_that_differ_in_case_are_two_jobs(db):

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from sqlalchemy import select, update
@@ -18,7 +19,7 @@ from orchestrator.errors import (
     WorkflowNotFound,
 )
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, dead_letters, flows, followers, outbox, schema, withdraw, workflows
+from orchestrator.store import audit, dead_letters, flows, followers, hot, outbox, schema, withdraw, workflows
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
 from orchestrator.store.submit import Verdict, submit_jobs
@@ -60,9 +61,9 @@ def run(hand, *names, workflow_id="w"):
 
 
 def sweep(db, workflow_id="w"):
-    walk = Walk()
-    while db.write(lambda conn: walk.go_on(conn, workflow_id)):
-        pass
+    walk = db.write(lambda conn: Walk().go_on(conn, workflow_id))
+    while walk.after is not None:
+        walk = db.write(partial(walk.go_on, workflow_id=workflow_id))
     return walk
 
 
@@ -480,6 +481,17 @@ def test_retry_failed_takes_dead_letters_along(db):
     assert rows(db, schema.dead_letters) == [] and standing(db) == {"a": "ready"}
 
 
+def test_a_purge_leaves_the_tasks_of_workflows(db):
+    create(db, task("a", max_attempts=1, critical=False), task("b", "a"))
+    hand = hire(db)
+    hand.fail(hand.claim("w.a")[0])
+    before = flow(db), rows(db, schema.task_edges)
+    assert db.read(lambda conn: dead_letters.matching(conn, dead_letters.Filter(), 10)) == []
+    assert db.write(lambda conn: dead_letters.purge(conn, ["w.a"], None)).job_ids == []
+    assert (flow(db), rows(db, schema.task_edges)) == before and standing(db)["a"] == "dead_letter"
+    assert len(rows(db, schema.dead_letters)) == 1
+
+
 def test_retry_failed_waits_for_tasks_that_are_being_stopped(db):
     create(db, task("a"))
     hire(db).claim("w.a")
@@ -514,6 +526,27 @@ def test_rerun_calls_back_who_has_not_started(db):
     assert standing(db) == {"a": "ready", "b": "blocked"}
     run(hand, "a")
     assert standing(db)["b"] == "ready"
+
+
+def test_any_number_of_followers_is_seen_to_in_statements_of_bounded_size(db, monkeypatch):
+    monkeypatch.setattr(hot, "MANY_IDS", 3)
+    names = [f"t{n}" for n in range(8)]
+    create(db, task("a"), *[task(name, "a") for name in names])
+    hand = hire(db)
+
+    def updates(column, work):
+        with traffic(db) as seen:
+            work()
+        return sum(one.startswith("UPDATE orchestrator_jobs") and f"{column}=" in one for one in seen.statements)
+
+    (claim,) = hand.claim("w.a")
+    assert updates("waits_for", lambda: hand.finish(claim)) == 3
+    assert standing(db) == {"a": "done"} | dict.fromkeys(names, "ready")
+    assert updates("waits_for", lambda: db.write(lambda conn: workflows.rerun(conn, "w", "a"))) == 3
+    assert standing(db) == {"a": "ready"} | dict.fromkeys(names, "blocked")
+    (claim,) = hand.claim("w.a")
+    assert updates("wait_reason", lambda: hand.finish(claim)) == 3  # those that let them go
+    assert standing(db) == {"a": "done"} | dict.fromkeys(names, "ready")
 
 
 def test_rerun_also_starts_over_what_it_would_wait_for(db):

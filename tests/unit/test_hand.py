@@ -77,9 +77,13 @@ def test_who_is_given_up_leaves_next(hand):
     hand.give_up(("two", 2))
     assert hand.overdue(0.0) == [], "of another attempt"
     hand.give_up(("two", 1))
+    assert names([hand.next_for(BLANK), hand.next_for(BLANK)]) == ["one", "three"]
+    assert hand.next_for(BLANK) is None and len(hand) == 1
     assert names(hand.overdue(0.0)) == ["two"]
+    for name in ("four", "five"):
+        hand.keep(job(name), 0.0)
     hand.give_up()
-    assert names(hand.overdue(0.0)) == ["one", "three"]
+    assert names(hand.overdue(0.0)) == ["four", "five"]
 
 
 class Slot(SimpleNamespace):

@@ -54,6 +54,10 @@ def refused(status: int, code: str = "overloaded", **more: Any) -> Refused:
     return Refused(httpx.Response(status, json={"detail": "later", "code": code} | more))
 
 
+def unreadable() -> Refused:
+    return Refused(httpx.Response(200, text="<html>"))
+
+
 def lost(*, sent: bool = True) -> ServerUnreachable:
     return ServerUnreachable(URL, "lost", sent=sent)
 
@@ -79,7 +83,9 @@ def insist(request: Request, *answers: Any, seconds: float = 60.0, answered: boo
 
 
 @pytest.mark.parametrize("request_", [GET, SAFE])
-@pytest.mark.parametrize("error", [lost(), lost(sent=False), refused(429), refused(503)])
+@pytest.mark.parametrize(
+    "error", [lost(), lost(sent=False), refused(429), refused(503), refused(502), refused(504), unreadable()]
+)
 def test_what_may_be_repeated_is(request_, error):
     answer, script = insist(request_, error, error, "at last")
     assert (answer, script.requests) == ("at last", [request_] * 3)
@@ -91,7 +97,7 @@ def test_what_cannot_have_been_done_is_sent_again_too(error):
     assert insist(ONCE, error, "at last")[0] == "at last"
 
 
-@pytest.mark.parametrize("error", [lost(), refused(503)])
+@pytest.mark.parametrize("error", [lost(), refused(503), refused(502), refused(504), unreadable()])
 def test_what_may_have_been_done_is_not(error):
     with pytest.raises((ServerUnreachable, Refused)):
         insist(ONCE, error)

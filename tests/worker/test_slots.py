@@ -173,3 +173,19 @@ def test_a_job_that_its_slot_gets_when_nobody_vouches_for_it_any_more_does_not_b
         wait_until(lambda: slots.dispatch((first._replace(attempt=2),)), what="the same slot, free again")
         wait_until(lambda: len(ended) > len(jobs), what="its end")
         assert ended[-1].outcome is Outcome.DONE and (tmp_path / "begun").read_text() == "2"
+
+
+def test_a_slot_that_does_not_read_the_answer_to_its_question_is_killed(monkeypatch):
+    """Half of an answer would leave it waiting for the rest, and its job running for ever."""
+    with ExitStack() as stack:
+        lifeline = Lifeline()
+        stack.callback(lifeline.close)
+        slots = SlotPool(1, "worker", COMMAND, {}, EVENTS, 1.0, lifeline)
+        stack.callback(slots.close)
+        slots.start()
+        wait_until(lambda: slots.usable() == 1, timeout=25.0, what="a slot")
+        (slot,) = slots._slots
+        with monkeypatch.context() as patched:
+            patched.setattr(wire.Channel, "send", Mock(side_effect=BlockingIOError))
+            slot.send({"question": 1})
+        wait_until(lambda: slot not in slots._slots, what="its end")
