@@ -75,13 +75,16 @@ def _metadata(_context: click.Context, _parameter: click.Parameter, text: str | 
 @click.option("--provider", type=click.Choice(["local", "external", "kubernetes"]), help="Who starts its workers.")
 @click.option("--metadata", callback=_metadata, metavar="JSON", help="An object that is kept with it.")
 @click.option("--wait", "waits", is_flag=True, help="Until it is running; exit 1 if it will not.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Seconds to --wait at most; then exit 1.")
 @with_api
 @as_json
-def create(api: Api, pool_id: str | None, *, waits: bool, as_json: bool, **fields: Any) -> int:
+def create(api: Api, pool_id: str | None, *, waits: bool, timeout_s: float | None, as_json: bool, **fields: Any) -> int:
     """Make a pool, or begin one anew that was stopped or evicted. Asking again for the same is fine."""
+    if timeout_s is not None and not waits:
+        raise click.UsageError("--timeout needs --wait")
     pool: Pool = api.post("/workers/pool", _given(pool_id=pool_id, **fields))
     if waits:
-        pool = _wait(api, pool, "starting", _warming)
+        pool = _wait(api, pool, "starting", _warming, timeout_s)
     _show(pool, as_json=as_json)
     return REFUSED if waits and pool["status"] != "running" else 0
 
@@ -193,13 +196,21 @@ def _show(pool: Pool, *, as_json: bool) -> None:
         click.echo(f"{pool['pool_id']}  {pool['status']}{why}")
 
 
-def _wait(api: Api, pool: Pool, status: str, how: Callable[[Pool], tuple[float, str]]) -> Pool:
-    """The pool once it has left this status. `how` it goes is the share that is done, and a text."""
+def _wait(
+    api: Api, pool: Pool, status: str, how: Callable[[Pool], tuple[float, str]], timeout_s: float | None = None
+) -> Pool:
+    """The pool once it has left this status, or as it is when the time is over.
+
+    `how` it goes is the share that is done, and a text.
+    """
     path = pool_path(pool["pool_id"])
+    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     try:
         with Progress() as progress:
             while (pool := api.get(path))["status"] == status:
                 progress.show(*how(pool), change=(pool["running"], pool["ready_slots"], pool["status_reason"]))
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         click.echo(f"{pool['pool_id']} goes on {status}; see gpuorch pools show {pool['pool_id']}", err=True)

@@ -30,7 +30,7 @@ from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, task_edges, workflows
 from orchestrator.store.submit import Admit, Entering, enter, let_in, no_policies
 from orchestrator.store.sweeping import Walk
-from orchestrator.workflows import FlowStatus, NewWorkflow, Progress, Task, check_known, in_order, task_id
+from orchestrator.workflows import BAD, FlowStatus, NewWorkflow, Progress, Task, check_known, in_order, task_id
 
 #: Tasks that one rerun may start over; and needs of a task that are shown with it.
 MOST_RERUN, MOST_NEEDS = 5000, 50
@@ -297,6 +297,7 @@ def retry_failed(conn: Connection, workflow_id: str, actor: str | None = None) -
 
 @dataclass
 class Rerun:
+    #: That start over: what was asked for, and whatever else ended badly.
     tasks: int
     walk: Walk
 
@@ -317,12 +318,13 @@ def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = Non
         raise WorkflowBusy(workflow_id, f"task {busy.task or busy.job_id} is {busy.status}")
     if next(row.status for row in rows if row.job_id == first) == Status.PENDING:
         raise WorkflowBusy(workflow_id, f"task {task} has not run yet")
-    _go_on(conn, flow, "rerun", actor, task=task, tasks=len(ids))
     ended = [row.job_id for row in rows if row.status in TERMINAL]
+    elsewhere = flow.failed + flow.cancelled - sum(row.status in BAD for row in rows)
+    _go_on(conn, flow, "rerun", actor, task=task, tasks=len(ended) + elsewhere)
     lanes, entry_ids = sweeping.restart(conn, flow, ended, actor)
     walk = _first_batch(conn, workflow_id)
     told = replace(walk, lanes=walk.lanes | lanes, entry_ids=(*walk.entry_ids, *entry_ids))
-    return Rerun(len(ended), told)
+    return Rerun(len(ended) + elsewhere, told)
 
 
 def _idle(conn: Connection, workflow_id: str) -> Flow:

@@ -554,7 +554,8 @@ def test_rerun_also_starts_over_what_it_would_wait_for(db):
     hand = hire(db)
     run(hand, "a")
     hand.fail(hand.claim("w.b")[0], ErrorKind.PERMANENT)
-    db.write(lambda conn: workflows.rerun(conn, "w", "a"))
+    again = db.write(lambda conn: workflows.rerun(conn, "w", "a"))
+    assert again.tasks == 3  # b too, which nobody named
     assert standing(db) == {"a": "ready", "b": "ready", "c": "blocked"}
 
 

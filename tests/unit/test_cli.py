@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -797,6 +798,16 @@ def test_waiting_for_a_new_pool(server, capsys, quick, end, code):
     assert shown.err == "0 of 2 workers are ready\n"
 
 
+def test_waiting_for_a_new_pool_may_end_before_it_runs(server, capsys, quick):
+    cold = pool("starting", status_reason="no node has a handler for 'nothing'")
+    server.answers = [(201, pool("starting")), (200, cold)]
+    assert run(["pools", "create", "p", "--wait", "--timeout", "0", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "p  starting  no node has a handler for 'nothing'\n"
+    assert run(["pools", "create", "p", "--timeout", "5", "--url", server.url]) == 2
+    assert [method for method, _, _ in server.asked] == ["POST", "GET"]
+
+
 def test_nodes_are_drained_and_resumed(server, capsys):
     for arguments, path, body in (
         (["drain", "n", "--timeout", "5"], "/control/drain_node", {"node_id": "n", "timeout_seconds": 5.0}),
@@ -844,14 +855,14 @@ def test_dev_tells_which_gpus_it_uses(backend, told, capsys):
 
 
 def test_dev_says_how_another_terminal_reaches_it_in_80_columns(monkeypatch, capsys):
-    monkeypatch.setattr(dev.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     monkeypatch.setattr(sys, "executable", "/opt/it/.venv/bin/python")
     announce = dev._announcer(Settings())
     announce("http://127.0.0.1:65432")
     told = capsys.readouterr().out
     assert 'export PATH="/opt/it/.venv/bin:$PATH"' in told and "export GPUORCH_URL=http://127.0.0.1:65432" in told
     assert all(len(line) <= 80 for line in told.splitlines() if not line.startswith("  data"))
-    monkeypatch.setattr(dev.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     announce("http://127.0.0.1:8008")
     assert "export" not in capsys.readouterr().out
 
