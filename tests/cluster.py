@@ -73,7 +73,11 @@ class Member:
         return self.log.read_text()[-4000:]
 
     def send(self, number: signal.Signals) -> None:
+        """A process that is to stop has stopped when this returns: what it is in the middle of stays as it is."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            threads = Path(f"/proc/{self.process.pid}/task")
+            wait_until(lambda: all(_state(one) in "TZX" for one in threads.iterdir()), what="a stopped process")
 
     def kill(self) -> None:
         self.process.kill()
@@ -148,6 +152,10 @@ class Cluster:
 
     def unfinished(self) -> int:
         return self.count("orchestrator_jobs", schema.jobs.c.status.not_in(sorted(TERMINAL)))
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 #: No TLS here: a client of its own for each request would read the system's certificate authorities each time.

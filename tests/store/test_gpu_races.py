@@ -248,18 +248,18 @@ def test_a_sample_that_took_long_does_not_prove_that_processes_stayed_so_long(db
     hand = hire(db, gpu())
     (claim,) = hand.claim(*submit(db, min_memory_mb=4000))
     hand.record(ends=[ended(claim, remains=Remains.PROCESSES, slot=f"{hand.worker_id}#1")])
-    age(db, 12.0)
+    age(db, 120.0)
     sample = [gpu(used_mb=3000, processes=(process(f"{hand.worker_id}#1"),))]
 
     def look(age_s):
         gate, taken_at = Gate(GATE_PCT), time.monotonic() - age_s
         db.write(
             lambda conn: inventory.take_stock(
-                conn, "node-1", [hand.worker_id], sample, gate, (), 10.0, taken_at=taken_at
+                conn, "node-1", [hand.worker_id], sample, gate, (), 100.0, taken_at=taken_at
             )
         )
 
-    look(age_s=5.0)
+    look(age_s=50.0)
     assert gpu_row(db).quarantined_at is None
     look(age_s=0.0)
     assert gpu_row(db).quarantined_at is not None
