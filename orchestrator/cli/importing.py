@@ -23,7 +23,7 @@ from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, printable
 from orchestrator.cli.progress import Pace, Progress, duration
 from orchestrator.client.api import Api
-from orchestrator.client.importing import IN_FLIGHT, NAME_CHARACTERS, Importing, Line, Refusal, Settled, name_of, read
+from orchestrator.client.importing import NAME_CHARACTERS, THREADS, Importing, Line, Refusal, Settled, name_of, read
 from orchestrator.client.submitting import PATIENCE_S
 from orchestrator.errors import ConfigError, OrchestratorError, Unavailable
 from orchestrator.names import is_name
@@ -62,7 +62,11 @@ class Totals:
 @click.option("--rejects", type=click.Path(path_type=Path, dir_okay=False), help="Write refused lines to this file.")
 @click.option("--from-line", type=click.IntRange(1), default=1, help="Pass over the lines before this one.")
 @click.option(
-    "--in-flight", type=click.IntRange(1, 64), default=IN_FLIGHT, show_default=True, help="Requests at the same time."
+    "--threads",
+    type=click.IntRange(0),
+    default=THREADS,
+    show_default=True,
+    help="Requests at the same time; 0: as GPUORCH_THREADS says, else as many as CPUs.",
 )
 @click.option(
     "--patience",
@@ -81,7 +85,7 @@ def import_jobs(
     name: str | None,
     rejects: Path | None,
     from_line: int,
-    in_flight: int,
+    threads: int,
     patience_s: float,
     as_json: bool,
 ) -> int:
@@ -89,7 +93,7 @@ def import_jobs(
 
     Running it again makes no job twice: a line without a job_id gets one made of --name, its number and its content.
     Lines that are refused are told of and passed over (exit 1). Ctrl-C lets what is on its way settle and says how to
-    go on. Jobs keep their order with --in-flight 1, and nearly so otherwise.
+    go on. Jobs keep their order with --threads 1, and nearly so otherwise.
     """
     called = _name(file, name)
     stop = Cancellation()
@@ -99,7 +103,7 @@ def import_jobs(
         importing = Importing(api, patience_s, stop, on_wait=report.waits)
         error: Exception | None = None
         try:
-            for settled in importing.settled(signals.watched(read(source, from_line)), called, in_flight):
+            for settled in importing.settled(signals.watched(read(source, from_line)), called, threads):
                 report.add(settled)
         except _Interrupted:
             pass  # `signals` knows

@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, NamedTuple, NoReturn
 
-from orchestrator import bounded
+from orchestrator import bounded, limits
 from orchestrator.bounded import Call
 from orchestrator.cancellation import Cancellation
 from orchestrator.client.api import Api
@@ -26,7 +26,6 @@ from orchestrator.client.patience import BUSY
 from orchestrator.client.submitting import BATCH, Encoded, Submitting
 from orchestrator.errors import ConfigError, InvalidInput
 from orchestrator.jsontext import strict_json
-from orchestrator.limits import Lane
 from orchestrator.names import MAX_NAME
 
 #: Bytes of the longest line: the largest payload that servers take by default, escaped, and what is around it.
@@ -34,7 +33,7 @@ LINE_BYTES = 5 * 2**20
 #: Bytes of one request. Together with the number in flight this is all that an import keeps in memory.
 BATCH_BYTES = 2**20
 #: Requests at the same time: enough to keep a server busy while it answers others.
-IN_FLIGHT = 4
+THREADS = 4
 #: Characters of a name: what is left of an id beside the line's number and the hash of its content.
 NAME_CHARACTERS = MAX_NAME - 32
 _HASH = 16
@@ -181,10 +180,10 @@ class Importing:
         self._submitting = Submitting(api, patience_s, on_wait, away_s=patience_s, stop=stop)
         self._stop = stop
 
-    def settled(self, lines: Iterable[Line], name: str | None, in_flight: int = IN_FLIGHT) -> Iterator[Settled]:
+    def settled(self, lines: Iterable[Line], name: str | None, threads: int = THREADS) -> Iterator[Settled]:
         """In the order of the file. Raises ServerUnreachable, Refused, or ConfigError as `encode` does."""
         work = self._until_stopped(batches(lines, name))
-        lane = Lane(in_flight, 2 * in_flight)
+        lane = limits.of_this_process(threads).io
         whole = Settled(0, 0, 0, 0, ())
         with closing(bounded.stream(work, self.send, lane=lane, in_order=True, name="import")) as answers:
             for count, (index, settled) in enumerate(answers):

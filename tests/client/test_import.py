@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from orchestrator import limits
 from orchestrator.cancellation import Cancellation
 from orchestrator.cli import run
 from orchestrator.client import importing, patience, submitting
@@ -198,7 +199,7 @@ def test_a_server_that_stays_away_ends_it_with_3_and_says_how_far_it_came(starte
 
     monkeypatch.setattr(Api, "send", leaving)
     write(100)
-    assert run(["jobs", "import", "jobs.jsonl", "--in-flight", "1", "--patience", "0.1", "--json"]) == 3
+    assert run(["jobs", "import", "jobs.jsonl", "--threads", "1", "--patience", "0.1", "--json"]) == 3
     totals, errors = told(capsys)
     assert (totals["created"], totals["through"], totals["complete"]) == (30, 30, False)
     assert "up to line 30 everything is settled" in errors and "--from-line 31" in errors
@@ -264,7 +265,7 @@ def test_whoever_stops_it_waits_for_no_more_lines(started, url):
         first = next(settled)
         stop.cancel()
         rest = list(settled)
-    assert first.created == submitting.BATCH and len(rest) <= 2 * importing.IN_FLIGHT + 1
+    assert first.created == submitting.BATCH and len(rest) <= limits.of_this_process(importing.THREADS).io.pending + 1
     assert len(stored(started)) == first.created + sum(one.created for one in rest)
 
 
@@ -274,7 +275,7 @@ def test_whoever_stops_it_waits_for_no_more_lines(started, url):
         ["missing.jsonl"],
         ["jobs.jsonl", "--name", "no spaces"],
         ["jobs.jsonl", "--name", "x" * 128],
-        ["jobs.jsonl", "--in-flight", "0"],
+        ["jobs.jsonl", "--threads", "-1"],
         ["jobs.jsonl", "--from-line", "0"],
         ["jobs.jsonl", "--rejects", "no/such/folder"],
     ],
