@@ -1,9 +1,9 @@
 """`python -m tests`: all tests, in parts side by side. What it is told besides goes to pytest, as one run.
 
 Each part is a pytest with servers of its own. It takes one file of tests after the other from those that nobody took
-yet: some parts begin with the folders that run whole clusters, the others with those that only compute, so that both
-kinds are always under way and all parts end at about the same time. The output of the first is seen as it comes, that
-of the others when it is done.
+yet: some parts begin with the folders that run whole clusters, the others with those that write many statements, so
+that both kinds are always under way; all of them end with the smallest, and so at about the same time. The output of
+the first is seen as it comes, that of the others when it is done.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent
-#: Folders by the work of their files, from whole clusters that are killed and frozen to sums; those to come are first.
-FOLDERS = (
-    *("chaos", "worker", "e2e", "client", "leader", "gpu", "stream"),
-    *("api", "store", "unit", "sim", "contracts"),
-)
+#: Folders by what their files do: whole clusters that are killed and frozen, many statements, sums. Others are first.
+CLUSTERS = ("chaos", "worker", "e2e", "client", "leader", "gpu", "stream")
+STATEMENTS = ("api", "store")
+SUMS = ("unit", "sim", "contracts")
 #: More than there are processors: half of the tests mostly wait. On a large machine the servers are the limit.
 PARTS = max(4, min(os.cpu_count() or 1, 8))
 
@@ -95,16 +94,16 @@ def taken(session: pytest.Session) -> Iterator[pytest.Item]:
     found: dict[Path, list[pytest.Item]] = {}
     for item in session.items:
         found.setdefault(item.path, []).append(item)
-    numbered = list(enumerate(sorted(found, key=place)))
-    for number, path in reversed(numbered) if part % 2 else numbered:
-        if claim(claims / str(number)):
+    folders = (STATEMENTS + CLUSTERS if part % 2 else CLUSTERS + STATEMENTS) + SUMS
+    for path in sorted(found, key=lambda path: place(path, folders)):
+        if claim(claims / str(path.relative_to(ROOT)).replace("/", "-")):
             yield from found[path]
 
 
-def place(path: Path) -> tuple[int, int, Path]:
-    """By folder in the order of FOLDERS, then long files first."""
+def place(path: Path, folders: Sequence[str]) -> tuple[int, int, Path]:
+    """By folder, then long files first."""
     folder = path.relative_to(ROOT).parts[0]
-    return FOLDERS.index(folder) if folder in FOLDERS else -1, -path.stat().st_size, path
+    return folders.index(folder) if folder in folders else -1, -path.stat().st_size, path
 
 
 def claim(path: Path) -> bool:
