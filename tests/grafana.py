@@ -22,6 +22,8 @@ class Query:
     panel: str
     ref: str
     expression: str
+    #: Asked for now, instead of for each moment that a panel shows.
+    instant: bool
 
     def __str__(self) -> str:
         return f"{self.panel} ({self.ref})"
@@ -37,7 +39,7 @@ def panels(of: Mapping[str, Any] = DASHBOARD) -> Iterator[dict[str, Any]]:
 def queries() -> list[Query]:
     """Each panel's, as they stand in the file."""
     return [
-        Query(panel["title"], target["refId"], target["expr"])
+        Query(panel["title"], target["refId"], target["expr"], target["instant"])
         for panel in panels()
         for target in panel.get("targets", [])
     ]
@@ -45,10 +47,14 @@ def queries() -> list[Query]:
 
 def annotations() -> list[Query]:
     return [
-        Query(found["name"], "annotation", found["expr"])
+        Query(found["name"], "annotation", found["expr"], instant=False)
         for found in DASHBOARD["annotations"]["list"]
         if "expr" in found
     ]
+
+
+def variables_in(text: str) -> set[str]:
+    return set(re.findall(r"\$\{?(\w+)", text))
 
 
 def sent(expression: str, chosen: Mapping[str, list[str]], built_in: Mapping[str, str] = BUILT_IN) -> str:

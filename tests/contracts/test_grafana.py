@@ -1,6 +1,5 @@
 """The dashboard in deploy/grafana is one that Grafana can show: ids, places, variables, units, links to runbooks."""
 
-import re
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.contracts.test_prometheus import documented, metrics_in, unknown_metrics, unknown_records
-from tests.grafana import BUILT_IN, DASHBOARD, VARIABLES, annotations, panels, queries, sent
+from tests.grafana import BUILT_IN, DASHBOARD, VARIABLES, annotations, panels, queries, sent, variables_in
+from tests.promql import documented, metrics_in, unknown_in
 
 ROOT = Path(__file__).parents[2]
 ROWS = [
@@ -31,10 +30,6 @@ def overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
     a, b = one["gridPos"], other["gridPos"]
     across = a["x"] < b["x"] + b["w"] and b["x"] < a["x"] + a["w"]
     return across and a["y"] < b["y"] + b["h"] and b["y"] < a["y"] + a["h"]
-
-
-def variables_in(expression: str) -> set[str]:
-    return set(re.findall(r"\$\{?(\w+)", expression))
 
 
 def test_it_can_be_found_again_and_needs_no_import_dialog():
@@ -59,7 +54,7 @@ def test_it_has_its_rows():
 def test_what_it_asks_for_exists():
     asked = [query.expression for query in [*queries(), *annotations()]]
     asked += [variable["definition"] for variable in VARIABLES.values() if variable["type"] == "query"]
-    assert {name for expression in asked for name in unknown_metrics(expression) | unknown_records(expression)} == set()
+    assert {name for expression in asked for name in unknown_in(expression)} == set()
 
 
 def test_every_metric_is_shown():

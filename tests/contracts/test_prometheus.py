@@ -1,4 +1,4 @@
-"""Rules and alerts in deploy/prometheus: they load, each alert was seen to fire and to keep quiet, and names its page."""
+"""Rules and alerts in deploy/prometheus: they load, each alert was seen to fire and to keep quiet, and has its page."""
 
 import re
 import subprocess
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.promql import metrics_in, unknown_in
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "prometheus"
@@ -17,8 +19,6 @@ ALERTS = {
     for rule in group["rules"]
 }
 TESTS = {path.name: yaml.safe_load(path.read_text()) for path in sorted((FOLDER / "tests").glob("*.yml"))}
-METRIC = re.compile(r"(?<![\w:])gpu_orchestrator_\w+(?![\w:])")
-PARTS = re.compile(r"_(bucket|sum|count)$")
 
 
 def run(promtool: str, *arguments: str) -> str:
@@ -27,24 +27,6 @@ def run(promtool: str, *arguments: str) -> str:
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     return said
-
-
-def documented() -> set[str]:
-    return set(re.findall(r"^\| `(gpu_orchestrator_\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
-
-
-def metrics_in(expression: str) -> set[str]:
-    """The served metrics that an expression asks for, a histogram by its own name."""
-    return {PARTS.sub("", name) for name in METRIC.findall(expression)}
-
-
-def unknown_metrics(expression: str) -> set[str]:
-    return metrics_in(expression) - documented()
-
-
-def unknown_records(expression: str) -> set[str]:
-    recorded = {rule["record"] for rule in RULES}
-    return set(re.findall(r"\b[a-z_]+:gpu_orchestrator_\w+:\w+", expression)) - recorded
 
 
 def expectations(name: str, tests: dict[str, Any]) -> list[list[Any]]:
@@ -89,8 +71,7 @@ def test_every_alert_says_how_bad_it_is_and_what_to_do(alert):
 
 @pytest.mark.parametrize("rule", [*RULES, *ALERTS.values()], ids=lambda rule: rule.get("record") or rule["alert"])
 def test_rules_ask_for_what_exists(rule):
-    assert unknown_metrics(rule["expr"]) == set()
-    assert unknown_records(rule["expr"]) == set()
+    assert unknown_in(rule["expr"]) == set()
 
 
 @pytest.mark.parametrize("record", [rule["record"] for rule in RULES])
@@ -102,8 +83,8 @@ def test_a_record_is_named_after_its_level_its_metric_and_what_was_done(record):
 
 
 def test_what_does_not_exist_is_seen():
-    assert unknown_metrics("rate(gpu_orchestrator_jobs_burnt_total[5m])") == {"gpu_orchestrator_jobs_burnt_total"}
-    assert unknown_records("type:gpu_orchestrator_jobs_burnt:rate5m > 1") == {"type:gpu_orchestrator_jobs_burnt:rate5m"}
+    assert unknown_in("rate(gpu_orchestrator_jobs_burnt_total[5m])") == {"gpu_orchestrator_jobs_burnt_total"}
+    assert unknown_in("type:gpu_orchestrator_jobs_burnt:rate5m > 1") == {"type:gpu_orchestrator_jobs_burnt:rate5m"}
 
 
 def test_parts_of_a_histogram_are_that_histogram():
