@@ -46,7 +46,7 @@ def two_thousand() -> list[Body]:
         (100, lambda n: job(f"never-{n}", "fail", {"kind": "permanent"})),
         (40, lambda n: job(f"skip-{n}", "fail", {"kind": "skip"})),
         (40, lambda n: job(f"given-up-{n}", "fail", {}, max_attempts=1)),
-        (4, lambda n: job(f"crash-{n}", "crash", retry_base_sec=0.1)),
+        (4, lambda n: job(f"crash-{n}", "crash", max_attempts=1)),
         (6, lambda n: job(f"slow-{n}", "sleep", {"seconds": 600}, max_runtime_sec=0.3, max_attempts=1)),
         (10, lambda n: job(f"tomorrow-{n}", "echo", earliest_start_at=_tomorrow())),
     ]
@@ -108,6 +108,10 @@ class Load:
         post(self.urls[0], "/control/evict_pool", {"pool_id": "closed"})
         post(self.urls[1], "/jobs/submit", job("in-the-pool", "echo", pool_id="warm"))
         self.cluster.wait_for("in-the-pool", "done")
+        alive = "SELECT COUNT(*) FROM workers WHERE pool_id = 'warm' AND status = 'active'"
+        wait_until(lambda: self._one(alive) == 2, what="both workers of a pool")
+        states = "SELECT COUNT(*) FROM worker_pools WHERE status IN ('running', 'starting', 'evicted')"
+        wait_until(lambda: self._one(states) == 3, what="pools that run, start and are gone")
 
     def fill_a_cap(self) -> None:
         """One runs until the test's end, the others wait for it."""
@@ -139,7 +143,7 @@ class Load:
 
     def ask_for_leases(self) -> None:
         """Held until the end: one GPU each on two nodes, one that is a CPU's; and two that nobody can have."""
-        wanted = [
+        wanted: list[Body] = [
             {"min_memory_mb": 4000, "node_id": "node-1"},
             {"min_memory_mb": 2000, "node_id": "node-2"},
             {"min_memory_mb": 10**6, "cpu_fallback": True},

@@ -70,9 +70,9 @@ def cluster(mariadb, redis, tmp_path: Path) -> Iterator[Cluster]:
         data_dir=tmp_path,
         gpu_backend="sim:2x24576",
         worker_slots=8,
-        worker_heartbeat_s=0.5,
-        worker_timeout_s=3.0,
-        claim_idle_ms=1500,
+        worker_heartbeat_s=1.0,
+        worker_timeout_s=6.0,
+        claim_idle_ms=2000,
         gpu_release_s=2.0,
         redis_timeout_s=2.5,
     )
@@ -227,8 +227,9 @@ def check_ages(load: Load, prometheus: Prometheus) -> None:
         silent = scrape["worker_heartbeat_age_seconds"]
         assert silent.keys() == {("default",), ("warm",)}
         assert all(0 <= age < load.cluster.settings.worker_timeout_s for age in silent.values())
-        # Nothing is ready and not announced, and every event is counted.
-        assert [scrape[name] for name in LAGS] == [{(): 0.0}, {(): 0.0}]
+        # Nothing is ready and not announced, and every event was counted; one of a pool may have happened since.
+        assert scrape["publish_lag_seconds"] == {(): 0.0}
+        assert 0 <= scrape["tally_lag_seconds"][()] < 30
 
 
 def check_what_instances_did(load: Load, serving: list[Member], prometheus: Prometheus, truth: Truth) -> None:
@@ -241,24 +242,17 @@ def check_what_instances_did(load: Load, serving: list[Member], prometheus: Prom
         "leader",
     )
     for scrape in (together, scrapes.of_prometheus(prometheus, "sum", names)):
-        answers = {
-            f"{decision} {reason}": value for (decision, reason), value in told(scrape["lease_decisions_total"]).items()
-        }
+        answers = {" ".join(labels): count for labels, count in told(scrape["lease_decisions_total"]).items()}
         assert answers == load.lease_answers
-        granted = {
-            (reason,): value
-            for (decision, reason), value in scrape["lease_decisions_total"].items()
-            if decision == "granted"
-        }
-        assert told(granted) == truth.granted()
+        assert {name: count for name, count in answers.items() if name.startswith("granted")} == truth.granted()
         decisions = told(scrape["admission_decisions_total"])
         assert decisions.pop(("rejected", "rate_limited")) == GREEDY_REFUSED
         assert {decision for decision, _ in decisions} == {"admitted", "queued"}
         assert sum(decisions.values()) == len(truth.jobs)
-        assert told(scrape["duty_failures_total"]) == failures(serving)
+        assert told(scrape["duty_failures_total"]) == failures(serving) != {}
         assert scrape["recovery_seconds_count"] == {(): float(truth.lost_workers())}
         assert told(scrape["leader"]) == truth.leader()
-    assert load.cluster.settings.worker_timeout_s < together["recovery_seconds_sum"][()] < 15
+    assert load.cluster.settings.worker_timeout_s < together["recovery_seconds_sum"][()] <= truth.silence()
     assert told(together["duty_seconds_count"]).keys() == {(duty.name,) for duty in DUTIES}
     assert together["leader"].keys() == {tuple(holder) for holder in holders(load)}
     for scrape in [scrapes.of_instance(url) for url in load.urls]:

@@ -5,7 +5,7 @@ Nothing here is read the way the orchestrator reads it: a total is counted again
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
@@ -110,14 +110,15 @@ class Truth:
         return _by_type((event, _wait(event)) for event in claims if event.attempt == 1 or _first_anew(event))
 
     def job_run_seconds(self) -> Values:
-        """What the worker measured; nobody knows it of those that a lost worker had, or that never began."""
+        """What the worker measured, or from the start of an attempt until its process was seen to be gone."""
         ended = [event for event in self.events if event.name in ENDS or event.name == "job.retry"]
-        told = [(event, self._run_seconds.get((event.job.job_id, event.attempt))) for event in ended]
-        measured = [
-            (event, seconds if event.name == "job.done" else event.details.get("run_seconds"))
-            for event, seconds in told
-        ]
-        return _by_type((event, seconds) for event, seconds in measured if seconds)
+        return _by_type((event, seconds) for event in ended if (seconds := self._ran(event)))
+
+    def _ran(self, event: Event) -> float | None:
+        told = self._run_seconds.get((event.job.job_id, event.attempt)) or event.details.get("run_seconds")
+        if told or event.name == "job.cancelled" or self._reclaimed(event):
+            return told
+        return _seconds(event.job.started_at or event.job.claimed_at, event.at)
 
     # ── the cluster now ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,7 +159,7 @@ class Truth:
         return {(): self.one(f"SELECT COUNT(*) FROM gpus WHERE {open_} AND usable_mb > leased_mb + foreign_mb")}
 
     def gpu_mem_used_pct(self) -> Reading:
-        return self._by_gpu("100 * used_mb / total_mb")
+        return self._by_gpu("1e2 * used_mb / total_mb")
 
     def gpu_mem_leased_mb(self) -> Reading:
         return self._by_gpu("leased_mb")
@@ -180,7 +181,8 @@ class Truth:
         return self._counts(f"SELECT pool_id, COUNT(*) FROM workers WHERE {alive} GROUP BY pool_id")
 
     def _counts(self, statement: str) -> Reading:
-        return {tuple(str(part) for part in row[:-1]): float(row[-1]) for row in self.rows(statement)}
+        found = [tuple(row) for row in self.rows(statement)]
+        return {tuple(map(str, row[:-1])): float(row[-1]) for row in found}
 
     # ── what instances did ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,14 +200,19 @@ class Truth:
         sizes = [tally["gather"] for tally in told if "gather" in tally]
         return sum(sum(size["calls"]) for size in sizes), sum(size["jobs"] for size in sizes)
 
-    def granted(self) -> Reading:
+    def granted(self) -> dict[str, int]:
         """Leases of clients by mode: those of jobs and of models were not asked for over HTTP."""
-        return self._counts(
-            "SELECT mode, COUNT(*) FROM orchestrator_leases WHERE job_id IS NULL AND NOT resident GROUP BY mode"
-        )
+        theirs = "job_id IS NULL AND NOT resident"
+        found = self.rows(f"SELECT mode, COUNT(*) FROM orchestrator_leases WHERE {theirs} GROUP BY mode")
+        return {f"granted {mode}": count for mode, count in found}
 
     def lost_workers(self) -> int:
         return len(self._lost)
+
+    def silence(self) -> float:
+        """From the last heartbeat of the one worker that was lost until the last of its jobs was given away."""
+        (heard,) = self.rows("SELECT last_heartbeat FROM workers WHERE status = 'lost'")
+        return _seconds(heard[0], max(event.at for event in self.events if self._reclaimed(event)))
 
 
 def _events(job: Row[Any], rows: list[Row[Any]]) -> Iterator[Event]:
@@ -249,6 +256,3 @@ def _by_type(values: Iterator[tuple[Event, float]]) -> Values:
     for event, seconds in values:
         found[(event.job.type,)].append(seconds)
     return dict(found)
-
-
-Question = Callable[[Truth], Any]
