@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -98,8 +97,6 @@ class Orchestrator:
         created = [job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED]
         for lane in {job.spec.pool_id for job in created}:
             self.publisher.nudge(lane)
-        for type, count in Counter(job.spec.type for job in created).items():
-            metrics.submitted(type, count)
         if any(job.spec.constraints or job.spec.cost_units for job in created):
             self.leader.hurry("gates")  # which lets them go, or not
         answers = iter(verdicts)

@@ -22,7 +22,6 @@ from orchestrator.store.policies import Copy
 from orchestrator.store.registry import Fetcher
 from orchestrator.store.reports import Ended, Heard, Report
 from orchestrator.store.settle import End, never_started
-from orchestrator.telemetry import metrics
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -89,8 +88,6 @@ class RemoteWork:
         answers, freed = self._db.write(lambda conn: self._record(conn, batch))
         waiting = [answer for answer in answers if isinstance(answer, Ended) and answer.status is Status.PENDING]
         self._nudge(freed | {answer.lane for answer in waiting})
-        for kind in [answer.error_kind for answer in waiting if answer.error_kind]:
-            metrics.retried(kind)
         return answers
 
     def _record(self, conn: Connection, batch: list[Report]) -> tuple[list[reports.Answer], set[str]]:

@@ -15,7 +15,6 @@ from orchestrator.api.replies import Json
 from orchestrator.names import PATTERN, Name
 from orchestrator.store import dead_letters
 from orchestrator.store.dead_letters import Filter, Removed
-from orchestrator.telemetry import metrics
 
 router = APIRouter(prefix="/dlq", tags=["dlq"])
 
@@ -107,7 +106,6 @@ async def redrive(request: Request, api: Api) -> Json:
         return dead_letters.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate), None)
 
     redriven = await in_batches(api, ids, start_over)
-    metrics.retried("redrive", redriven)
     return Json(counts | {"redriven": redriven, "dry_run": False})
 
 

@@ -1,26 +1,36 @@
-"""The cluster in numbers, read when somebody scrapes; names and help texts are in `metrics`."""
+"""The cluster in numbers, read when somebody scrapes; names and help texts are in `metrics`.
+
+Two readings of the database: what is small, and how much waits in the lanes, which takes longer the more that is. Both
+are made in the background when they are slow, and a scrape shows the last ones (`readings`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import time
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from orchestrator.api.probes import Probe
+from orchestrator.api.probes import LIMIT_S, Probe
+from orchestrator.api.readings import Reading
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
 from orchestrator.placement import GpuView
 from orchestrator.pools import PoolState
-from orchestrator.store import dead_letters, gpus, job_reads, leadership, nodes, outbox, pools
-from orchestrator.store.job_reads import LaneDepth, PoolLiveness
+from orchestrator.store import backlog, dead_letters, gpus, job_reads, leadership, nodes, pools, tallies
+from orchestrator.store.backlog import Depth
+from orchestrator.store.job_reads import PoolLiveness
+from orchestrator.tallies import OTHER
 from orchestrator.tally import Sizes, Tally
 from orchestrator.telemetry import metrics
-from orchestrator.telemetry.metrics import Readings
 
-#: Seconds for which a reading is good enough, however often somebody scrapes.
+#: Seconds for which Redis is not asked again.
 KEEP_S = 1.0
-#: Clients may name any pool. Beyond this many, pools without workers share one label.
+#: Clients may name any pool: so many have labels of their own, the others share one.
 MAX_LANES = 200
-OTHER = "other"
+#: Seconds that a job may wait to be announced before somebody looks whether that is so a moment later.
+SUSPICIOUS_S = 1.0
+MOMENT_S = 0.25
 
 Values = dict[tuple[str, ...], float]
 
@@ -28,36 +38,45 @@ Values = dict[tuple[str, ...], float]
 class Gauges:
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
-        self._named: set[str] = set()
         #: What workers had told of their batches at the last look.
         self._batches: dict[str, Tally] = {}
-        self._database = Probe(self._read_database, keep_s=KEEP_S)
-        self._redis = Probe(self._read_redis, keep_s=KEEP_S)
+        # The first is quick: a database that lets it wait for seconds is none.
+        self._cluster = Reading(self._read_cluster, hangs_s=LIMIT_S)
+        self._lanes = Reading(self._read_lanes)
+        self._redis = Probe(self._orchestrator.hub.ping, keep_s=KEEP_S)
 
-    async def read(self) -> Readings:
-        """Whatever can be known now; what cannot is left out."""
-        return await _or_down(self._database, "database_up") | await _or_down(self._redis, "redis_up")
+    async def exposition(self) -> bytes:
+        """Whatever can be known now, in Prometheus' text format; what cannot is left out."""
+        asked = (self._cluster.latest(), self._lanes.latest(), self._redis.answer())
+        cluster, lanes, redis = await asyncio.gather(*map(_or_away, asked))
+        up: dict[str, Values] = {
+            "database_up": {(): float(not isinstance(cluster, Unavailable))},
+            "redis_up": {(): float(not isinstance(redis, Unavailable))},
+        }
+        # Of a database that is away nothing is said, also not what it counted a moment ago.
+        read = [] if isinstance(cluster, Unavailable) else [cluster, lanes]
+        return b"".join([metrics.own(), metrics.of_cluster(up), *[one for one in read if isinstance(one, bytes)]])
 
-    def _read_redis(self) -> dict[str, Values]:
-        self._orchestrator.hub.ping()
-        return {}
-
-    def _read_database(self) -> dict[str, Values]:
+    def _read_cluster(self) -> bytes:
         db, settings = self._orchestrator.db, self._orchestrator.settings
-        staffed = db.read(job_reads.live_pools)
+        staffed = {pool.pool_id: pool for pool in db.read(job_reads.live_pools)}
+        opened = db.read(lambda conn: pools.open_ids(conn, MAX_LANES))
         cards = db.read(lambda conn: gpus.list_gpus(conn, settings.gpu_stale_s))
         views = db.read(lambda conn: gpus.views(conn, settings.gpu_stale_s))
         term = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
         self._count_batches(db.read(nodes.batch_sizes))
-        return (
-            self._lanes(db.read(outbox.known_lanes), db.read(job_reads.depths), staffed)
-            | {"worker_pool_workers": self._workers(db.read(lambda conn: pools.open_ids(conn, MAX_LANES)), staffed)}
-            | {"worker_pools_total": _by_status(db.read(pools.counts))}
-            | _gpus(cards)
-            | {"leases_free": {(): _with_room(views)}}
-            | {"leases_active": {(): db.read(job_reads.active_leases)}, "leader_epoch": {(): term.epoch}}
-            | {"dlq_depth": {(): db.read(dead_letters.count)}}
-        )
+        named = labelled(staffed, opened)
+        gauges: dict[str, Values] = {
+            "worker_pool_workers": _workers(opened, staffed, named),
+            "worker_heartbeat_age_seconds": _silence(staffed, named),
+            "worker_pools_total": _by_status(db.read(pools.counts)),
+            "leases_free": {(): _with_room(views)},
+            "leases_active": {(): db.read(job_reads.active_leases)},
+            "leader_epoch": {(): term.epoch},
+            "dlq_depth": {(): db.read(dead_letters.count)},
+            "tally_lag_seconds": {(): db.read(tallies.lag_s)},
+        }
+        return metrics.of_cluster(gauges | _gpus(cards), db.read(tallies.totals))
 
     def _count_batches(self, told: dict[str, Tally]) -> None:
         """Only what is new: a worker that leaves must not make the sum smaller."""
@@ -67,44 +86,98 @@ class Gauges:
                 metrics.batched(type, sizes.since(before.get(type, Sizes())))
         self._batches = told
 
-    def _lanes(
-        self, known: Iterable[str], depths: Iterable[LaneDepth], live: Iterable[PoolLiveness]
-    ) -> dict[str, Values]:
+    def _read_lanes(self) -> bytes:
         """An idle lane is a zero, not a gap: autoscalers scale on it."""
-        staffed = {pool.pool_id: pool for pool in live}
-        depth = {lane.lane: lane for lane in depths}
-        waiting, age, running = Values(), Values(), Values()
-        for lane in {*known, *depth, *staffed}:
-            found = depth.get(lane, LaneDepth(lane, 0, 0, 0.0))
-            pool = self._label(lane, staffed=lane in staffed)
-            stream = (OTHER if pool == OTHER else self._orchestrator.hub.lane(lane).key,)
-            waiting[stream] = waiting.get(stream, 0) + found.pending
-            age[stream] = max(age.get(stream, 0.0), found.oldest_s)
-            running[(pool,)] = running.get((pool,), 0) + found.running
+        db = self._orchestrator.db
+        staffed = {pool.pool_id for pool in db.read(job_reads.live_pools)}
+        opened = db.read(lambda conn: pools.open_ids(conn, MAX_LANES))
+        known = db.read(backlog.lanes_by_age)
+        named = labelled(staffed, opened, known)
+        names = list(dict.fromkeys([*known, *sorted(staffed)]))
+        depths = db.read(lambda conn: backlog.depths(conn, names))
+        gauges = self._depths(depths, named) | {
+            "oldest_pending_age_seconds": self._ages(depths, named),
+            "publish_lag_seconds": {(): self._publish_lag(depths)},
+        }
+        return metrics.of_cluster(gauges)
+
+    def _ages(self, depths: Mapping[str, Depth], named: Collection[str]) -> Values:
+        """Lanes that share a label are looked at only where they begin."""
+        due = [lane for lane, depth in depths.items() if depth.due and lane in named]
+        read = self._orchestrator.db.read
+        found = read(lambda conn: backlog.oldest_s(conn, due))
+        ages: Values = {self._stream(lane): found.get(lane, 0.0) for lane in depths if lane in named}
+        if any(lane not in named for lane in depths):
+            ages[(OTHER,)] = read(lambda conn: backlog.oldest_head_s(conn, named))
+        return ages
+
+    def _stream(self, lane: str) -> tuple[str]:
+        return (self._orchestrator.hub.lane(lane).key,)
+
+    def _depths(self, depths: Mapping[str, Depth], named: Collection[str]) -> dict[str, Values]:
+        work, delayed, blocked, running = Values(), Values(), Values(), Values()
+        for lane, depth in depths.items():
+            pool = lane if lane in named else OTHER
+            stream = self._stream(lane) if lane in named else (OTHER,)
+            work[stream] = work.get(stream, 0) + depth.work
+            delayed[stream] = delayed.get(stream, 0) + depth.delayed
+            blocked[stream] = blocked.get(stream, 0) + depth.blocked
+            running[(pool,)] = running.get((pool,), 0) + depth.owned
         return {
-            "job_queue_depth": waiting,
-            "oldest_pending_age_seconds": age,
+            "job_queue_depth": work,
+            "jobs_delayed": delayed,
+            "jobs_blocked": blocked,
             "jobs_in_flight": running,
-            "worker_heartbeat_age_seconds": {(pool_id,): pool.silent_s for pool_id, pool in staffed.items()},
         }
 
-    def _workers(self, pool_ids: Iterable[str], live: Iterable[PoolLiveness]) -> Values:
-        """A pool that should take jobs and has no worker is a zero: that is what alerts look for."""
-        without: Values = {(self._label(pool_id, staffed=False),): 0.0 for pool_id in pool_ids}
-        return without | {(pool.pool_id,): pool.workers for pool in live}
+    def _publish_lag(self, depths: Mapping[str, Depth]) -> float:
+        """The longest wait for an announcement, in open lanes where somebody listens and nothing is announced.
 
-    def _label(self, lane: str, *, staffed: bool) -> str:
-        """Its own name for a lane with workers; for others while there is room, first come, first served."""
-        if not staffed and len(self._named) < MAX_LANES:
-            self._named.add(lane)
-        return lane if staffed or lane in self._named else OTHER
+        Between two looks of a publisher that is so for a moment in any lane: what looks long is looked at twice.
+        """
+        db = self._orchestrator.db
+        book, heard = db.read(self._orchestrator.policies.book), db.read(backlog.listening)
+        quiet = [lane for lane, depth in depths.items() if depth.ready and not depth.announced]
+        quiet = [lane for lane in quiet if lane in heard and not book.closed(lane)]
+        stuck = db.read(lambda conn: backlog.stuck(conn, heard, quiet))
+        if any(one.seconds > SUSPICIOUS_S for one in stuck.values()):
+            time.sleep(MOMENT_S)
+            still = backlog.announces_nothing
+            stuck = {
+                lane: one
+                for lane, one in stuck.items()
+                if db.read(lambda conn: still(conn, lane, one.job_id))  # noqa: B023
+            }
+        return max((one.seconds for one in stuck.values()), default=0.0)
 
 
-async def _or_down(probe: Probe[dict[str, Values]], up: str) -> dict[str, Values]:
+def labelled(staffed: Iterable[str], opened: Iterable[str], known: Iterable[str] = ()) -> set[str]:
+    """The lanes with labels of their own: with workers, of open pools, then the oldest. The same on every instance."""
+    return set(list(dict.fromkeys([*sorted(staffed), *sorted(opened), *known]))[:MAX_LANES])
+
+
+async def _or_away(asked: Any) -> Any:
     try:
-        return await probe.answer() | {up: {(): 1.0}}
-    except Unavailable:
-        return {up: {(): 0.0}}
+        return await asked
+    except Unavailable as away:
+        return away
+
+
+def _workers(opened: Iterable[str], staffed: Mapping[str, PoolLiveness], named: Collection[str]) -> Values:
+    """A pool that should take jobs and has no worker is a zero: that is what alerts look for."""
+    values = Values()
+    for pool_id in (*opened, *staffed):
+        label = (pool_id if pool_id in named else OTHER,)
+        values[label] = values.get(label, 0) + (staffed[pool_id].workers if pool_id in staffed else 0)
+    return values
+
+
+def _silence(staffed: Mapping[str, PoolLiveness], named: Collection[str]) -> Values:
+    values = Values()
+    for pool_id, pool in staffed.items():
+        label = (pool_id if pool_id in named else OTHER,)
+        values[label] = max(values.get(label, 0.0), pool.silent_s)
+    return values
 
 
 def _by_status(counts: Mapping[str, int]) -> Values:

@@ -59,7 +59,7 @@ async def health(api: Api) -> Json:
 
 @router.get("/metrics")
 async def prometheus(api: Api) -> Response:
-    return Response(metrics.exposition(await api.gauges.read()), media_type=metrics.CONTENT_TYPE)
+    return Response(await api.gauges.exposition(), media_type=metrics.CONTENT_TYPE)
 
 
 async def _ask(probe: Probe[T]) -> T | Unavailable:

@@ -17,7 +17,6 @@ from orchestrator.jobs import Priority, Status
 from orchestrator.names import Name
 from orchestrator.store import dead_letters, failures, job_reads, reorder, withdraw
 from orchestrator.store.dead_letters import Removed
-from orchestrator.telemetry import metrics
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
@@ -78,7 +77,6 @@ async def retry_failed(request: Request, api: Api) -> Json:
         return failures.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate), None)
 
     redriven = await in_batches(api, ids, start_over)
-    metrics.retried("redrive", redriven)
     return Json(counts | {"redriven": redriven, "dry_run": False})
 
 
@@ -105,7 +103,6 @@ async def retry(api: Api, job_id: JobId) -> Json:
     nth = await api.read(lambda conn: job_reads.redrives(conn, job_id)) + 1
     most = api.settings.redrive_max
     removed = await api.write(lambda conn: dead_letters.redrive_one(conn, job_id, most, None, nth))
-    metrics.retried("redrive")
     api.left_the_dead(removed)
     return Json({"job_id": job_id, "status": Status.PENDING, "redrives": nth})
 

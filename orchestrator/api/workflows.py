@@ -13,14 +13,13 @@ from orchestrator.api.body import documented, read_json, read_model
 from orchestrator.api.ids import JobId, WorkflowId
 from orchestrator.api.replies import Json
 from orchestrator.api.submit import BATCH_PAYLOADS, ENVELOPE, trace_context
-from orchestrator.errors import InvalidInput
+from orchestrator.errors import InvalidInput, OrchestratorError
 from orchestrator.names import Name
 from orchestrator.store import audit, flows, workflows
 from orchestrator.store.database import Database
 from orchestrator.store.inputs import page as inputs_of
 from orchestrator.store.submit import MAX_RUNS, MetOthers
 from orchestrator.store.sweeping import Walk
-from orchestrator.telemetry import metrics
 from orchestrator.workflows import FlowStatus, Limits, NewWorkflow, Task, WorkflowBody, prepare_tasks
 
 router = APIRouter(tags=["workflows"])
@@ -170,6 +169,9 @@ async def _store(api: Backend, work: Work[R]) -> R:
         except MetOthers:  # rolled back; the next run finds what they inserted
             if run == MAX_RUNS:
                 raise
+        except OrchestratorError:
+            ruling.rolled_back()
+            raise
         else:
             if answer:
                 ruling.committed()
@@ -178,8 +180,6 @@ async def _store(api: Backend, work: Work[R]) -> R:
 
 
 def _tell_lanes(api: Backend, tasks: Sequence[Task]) -> None:
-    for task in tasks:
-        metrics.submitted(task.job.spec.type)
     for lane in {task.job.spec.pool_id for task in tasks}:
         api.orchestrator.publisher.nudge(lane)
     if any(task.job.spec.constraints or task.job.spec.cost_units for task in tasks):

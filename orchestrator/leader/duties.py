@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from orchestrator import jobs as job_rules
 from orchestrator.errors import RedisUnavailable, UnknownDuty
-from orchestrator.jobs import OWNED, ErrorKind, Queued, RetryPolicy, Status
+from orchestrator.jobs import OWNED, Queued, RetryPolicy, Status
 from orchestrator.leader.autosize import Autosize
 from orchestrator.leader.reconcile import reconcile_pools
 from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
@@ -23,13 +22,13 @@ from orchestrator.leader.term import Term
 from orchestrator.leader.workflows import Walks, tend
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import caps, dead_letters, gatekeeper, gates, leases, nodes, outbox, reports, withdraw
+from orchestrator.store import caps, dead_letters, gatekeeper, gates, leases, nodes, outbox, reports, tallies, withdraw
 from orchestrator.store.admission import Admission
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.moves import Claimant
 from orchestrator.store.policies import Copy
 from orchestrator.store.reports import Overrun
-from orchestrator.store.settle import Settled, record, take_from_dead
+from orchestrator.store.settle import record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
 from orchestrator.telemetry import metrics
@@ -44,6 +43,8 @@ KEEP_ENDED_LEASES_S = 86_400.0
 #: looks at pools reads them all.
 KEEP_ENDED_WORKERS_S = 3 * 86_400.0
 FORGET_INTERVAL_S = 60.0
+#: Seconds for which totals of jobs may be behind what happened.
+TALLY_INTERVAL_S = 1.0
 #: Lanes that may run into a timeout before a duty leaves the rest for later.
 MAX_UNANSWERED = 2
 #: Milliseconds after which an idle consumer of a worker that is gone is removed from its group.
@@ -149,21 +150,8 @@ def _reclaim_jobs(context: DutyContext) -> int:
         dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
         settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
         rescued += len(settled)
-        _count(settled)
         metrics.recovered(owner.silent_s)
     return rescued
-
-
-#: What became of a job whose worker is lost.
-_OUTCOMES = {job_rules.RETRY: "retried", job_rules.BURY: "buried", job_rules.STOP: "cancelled"}
-
-
-def _count(settled: Sequence[Settled]) -> None:
-    for item in settled:
-        if item.arrow in _OUTCOMES:
-            metrics.reclaimed(_OUTCOMES[item.arrow])
-        if item.arrow is job_rules.RETRY:
-            metrics.retried(ErrorKind.WORKER_LOST)
 
 
 def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
@@ -225,9 +213,7 @@ def _end_for_others(context: DutyContext, attempts: Sequence[Overrun]) -> None:
     for by in {attempt.by.worker_id: attempt.by for attempt in attempts}.values():
         ends = [attempt.end for attempt in attempts if attempt.by.worker_id == by.worker_id]
         write = partial(record, by=by, starts=[], ends=ends, policy=context.retry_policy)
-        for settled in context.term.write(write):
-            if settled.arrow is job_rules.RETRY:
-                metrics.retried(str(settled.end.error_kind))
+        context.term.write(write)
 
 
 def keep_caps(context: DutyContext) -> int:
@@ -293,11 +279,17 @@ def tend_workflows(context: DutyContext) -> int:
 def fire_due(context: DutyContext) -> int:
     """Submit what schedules want to run now, and tell their lanes."""
     created = fire_schedules(context.term, context.settings, context.retry_policy, context.admission, BATCH)
-    for job in created:
-        metrics.submitted(job.spec.type)
     for lane in {job.spec.pool_id for job in created}:
         context.publisher.nudge(lane)
     return len(created)
+
+
+def tally(context: DutyContext) -> int:
+    """Count what happened to jobs since the last look. A little that came meanwhile waits for the next turn."""
+    if not context.term.db.read(tallies.waiting):
+        return 0
+    counted = context.term.write(tallies.fold)
+    return counted if counted >= tallies.BATCH else min(counted, BATCH - 1)
 
 
 @dataclass(frozen=True)
@@ -320,6 +312,7 @@ DUTIES = (
     Duty("dead_letters", lambda settings: settings.publish_interval_s, tell_dead_letters),
     Duty("workflows", lambda settings: settings.publish_interval_s, tend_workflows),
     Duty("schedules", lambda _settings: SCHEDULES_INTERVAL_S, fire_due),
+    Duty("tally", lambda _settings: TALLY_INTERVAL_S, tally),
     Duty("forget_workers", lambda _settings: FORGET_INTERVAL_S, forget_workers),
     Duty("forget_caps", lambda _settings: FORGET_INTERVAL_S, forget_caps),
 )

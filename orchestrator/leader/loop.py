@@ -41,6 +41,7 @@ class LeaderLoop:
         self._context: DutyContext | None = None
         self._hurried: set[str] = set()
         self._preloads = hub.preloads()
+        metrics.expect_duties([duty.name for duty in DUTIES])
         self._threads = [
             threading.Thread(target=self._keep_term, name="leader-term", daemon=True),
             threading.Thread(target=self._do_duties, name="leader-duties", daemon=True),

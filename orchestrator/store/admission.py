@@ -124,9 +124,16 @@ class Ruling:
 
     def committed(self) -> None:
         """Call it then, and not before: what was rolled back did not happen."""
-        for (decision, reason), count in Counter(map(label, self._decisions)).items():
-            metrics.admission_decided(decision, reason, count)
+        self._count(self._decisions)
         self._admission.remember(self._rates.levels)
+
+    def rolled_back(self) -> None:
+        """All or none were to come in, and one did not: that one was decided about, the others were not."""
+        self._count([decision for decision in self._decisions if not isinstance(decision, Admitted)])
+
+    def _count(self, decisions: Sequence[Decision]) -> None:
+        for (decision, reason), count in Counter(map(label, decisions)).items():
+            metrics.admission_decided(decision, reason, count)
 
     def _apply(self, conn: Connection, book: Book, fresh: Sequence[NewJob], step: Step) -> None:
         places = self._admitted()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select, update
 
 from orchestrator.jobs import Queued
-from orchestrator.store.dialect import by_key, utc_shift, walking
+from orchestrator.store.dialect import by_key, utc_now, utc_shift, walking
 from orchestrator.store.moves import LATEST_START
 from orchestrator.store.schema import jobs
 
@@ -68,7 +68,8 @@ def let_go(conn: Connection, job_ids: Sequence[str]) -> None:
     """Blocked → ready. Nudge their lanes after the commit."""
     if job_ids:
         waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(job_ids), jobs.c.queued == Queued.BLOCKED)
-        conn.execute(waiting.values(queued=Queued.READY, blocked_on=None, wait_reason=None, start_by=LATEST_START))
+        freed = {"blocked_on": None, "wait_reason": None, "start_by": LATEST_START, "ready_at": utc_now()}
+        conn.execute(waiting.values(queued=Queued.READY, **freed))
 
 
 def let_gated_go(conn: Connection, job_ids: Sequence[str]) -> None:

@@ -20,14 +20,17 @@ from sqlalchemy import (
     Connection,
     DateTime,
     Engine,
+    Float,
     Integer,
     Row,
     Select,
+    String,
     Table,
     Text,
     Update,
     create_engine,
     event,
+    literal_column,
     make_url,
     select,
     text,
@@ -503,3 +506,44 @@ def _since_mysql(element: _SecondsSince, compiler: Any, **kw: Any) -> str:
 @compiles(_SecondsSince, "sqlite")
 def _since_sqlite(element: _SecondsSince, compiler: Any, **kw: Any) -> str:
     return f"((julianday('now') - julianday({compiler.process(element.clauses, **kw)})) * 86400.0)"
+
+
+def seconds_between(start: ColumnElement[Any], end: ColumnElement[Any]) -> ColumnElement[Any]:
+    """From one timestamp to a later one."""
+    return _SecondsBetween(start, end)
+
+
+class _SecondsBetween(FunctionElement[Any]):
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(_SecondsBetween, "mysql", "mariadb")
+def _between_mysql(element: _SecondsBetween, compiler: Any, **kw: Any) -> str:
+    return f"(timestampdiff(MICROSECOND, {compiler.process(element.clauses, **kw)}) / 1e6)"
+
+
+@compiles(_SecondsBetween, "sqlite")
+def _between_sqlite(element: _SecondsBetween, compiler: Any, **kw: Any) -> str:
+    start, end = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"((julianday({end}) - julianday({start})) * 86400.0)"
+
+
+def json_field(column: ColumnElement[Any], name: str) -> ColumnElement[str]:
+    """A text, number or truth of a JSON object, as text; NULL where there is none."""
+    return _JsonField(column, literal_column(f"'$.{name}'"))
+
+
+class _JsonField(FunctionElement[Any]):
+    type = String()
+    inherit_cache = True
+
+
+@compiles(_JsonField, "mysql", "mariadb")
+def _json_mysql(element: _JsonField, compiler: Any, **kw: Any) -> str:
+    return f"json_value({compiler.process(element.clauses, **kw)})"
+
+
+@compiles(_JsonField, "sqlite")
+def _json_sqlite(element: _JsonField, compiler: Any, **kw: Any) -> str:
+    return f"json_extract({compiler.process(element.clauses, **kw)})"

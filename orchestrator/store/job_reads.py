@@ -20,7 +20,7 @@ from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, spawn
 from orchestrator.workflows import FlowStatus
 
 #: Columns that are nobody's business outside.
-_HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at", "held_caps", "spawned"}
+_HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at", "held_caps", "spawned", "ready_at"}
 _SHOWN = [column for column in jobs.c if column.name not in _HIDDEN]
 #: A page of jobs leaves out what may be a megabyte each.
 _LISTED = [column for column in _SHOWN if column.name != "payload"]
@@ -229,32 +229,6 @@ def left(conn: Connection, lane: str, most: int = MOST_COUNTED) -> Left:
         coming.where(workflows.c.status == FlowStatus.RUNNING).scalar_subquery(),
     )
     return Left(*[min(int(number), most) for number in conn.execute(found).one()])
-
-
-@dataclass(frozen=True)
-class LaneDepth:
-    lane: str
-    pending: int
-    running: int
-    oldest_s: float
-
-
-def depths(conn: Connection) -> list[LaneDepth]:
-    """Per lane: jobs that wait and are due, jobs that run, and the age of the oldest that waits."""
-    waiting = conn.execute(
-        select(jobs.c.lane, func.count(), func.max(seconds_since(jobs.c.created_at)))
-        .where(jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED)))
-        .group_by(jobs.c.lane)
-    ).all()
-    owned = conn.execute(
-        select(jobs.c.lane, func.count()).where(jobs.c.status.in_(sorted(OWNED))).group_by(jobs.c.lane)
-    )
-    running: dict[str, int] = {lane: count for lane, count in owned}  # noqa: C416 - a Row is no pair to mypy
-    by_lane = {lane: (count, float(oldest or 0)) for lane, count, oldest in waiting}
-    return [
-        LaneDepth(lane, by_lane.get(lane, (0, 0.0))[0], running.get(lane, 0), by_lane.get(lane, (0, 0.0))[1])
-        for lane in sorted({*by_lane, *running})
-    ]
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ _ANEW = (
         "attempts": 0,
         "crashes": 0,
         "redrives": jobs.c.redrives + 1,
+        "ready_at": None,
         "claimed_at": None,
         "started_at": None,
         "finished_at": None,

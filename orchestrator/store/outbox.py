@@ -199,11 +199,12 @@ def _held(conn: Connection, gates: Mapping[str, Collection[str]]) -> set[tuple[s
 
 
 def _promote(conn: Connection, job_ids: Sequence[str], queued: Queued, **values: str) -> None:
+    ready = {"start_by": LATEST_START, "ready_at": utc_now()} if queued is Queued.READY else {"start_by": None}
     if job_ids:
         conn.execute(
             update(jobs)
             .where(jobs.c.job_id.in_(job_ids), jobs.c.queued == Queued.DELAYED)
-            .values(queued=queued, not_before=None, start_by=LATEST_START if queued is Queued.READY else None, **values)
+            .values(queued=queued, not_before=None, **ready, **values)
         )
 
 
@@ -233,7 +234,7 @@ def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.
             jobs.c.queued == Queued.ANNOUNCED,
             jobs.c.published_at <= utc_shift(-older_than_s),
         )
-        .values(queued=Queued.READY, published_at=None)
+        .values(queued=Queued.READY, published_at=None, ready_at=utc_now())
     ).rowcount
 
 

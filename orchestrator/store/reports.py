@@ -48,7 +48,6 @@ class Ended(NamedTuple):
 
     status: Status
     lane: str
-    error_kind: ErrorKind | None
 
 
 Answer = Ended | Heard | OrchestratorError
@@ -106,7 +105,7 @@ def _judged(conn: Connection, by: Claimant, settled: Settled) -> Answer:
         return _refusal(conn, settled.end, by.worker_id)
     if settled.arrow is job_rules.STOP:
         return JobCancelled(settled.end.job_id)
-    return Ended(settled.arrow.target, by.pool_id, settled.end.error_kind)
+    return Ended(settled.arrow.target, by.pool_id)
 
 
 def _refusal(conn: Connection, event: End | Sign, worker_id: str) -> OrchestratorError:

@@ -20,6 +20,7 @@
 | task_edges | which other one a task needs, in order: what it waits for, whose results it gets | API, workers, leader |
 | task_stages | tasks that an attempt wants to add, which are nothing until it succeeds | workers, leader |
 | spawns | an attempt that succeeded, and whose staged tasks are being made jobs | workers, leader |
+| tallies, tally_cursor | a total of what happened to jobs; how far the audit trail is counted | leader |
 | rate_buckets | how many submits an agent has left at a moment | submit |
 | orchestrator_audit | one thing that happened | every transaction |
 """
@@ -120,6 +121,8 @@ jobs = Table(
     Column("queued", String(10), server_default="ready"),
     Column("not_before", UtcDateTime),
     Column("blocked_on", String(300)),
+    # When it last became ready after it waited for a moment or for something else; NULL: ready since its submit.
+    Column("ready_at", UtcDateTime),
     # The latest start that still meets the deadline, while it is ready or announced.
     Column("start_by", UtcDateTime),
     # The deadline, until the job ends: after that it must not be found by those who look for overdue jobs.
@@ -588,5 +591,26 @@ audit = Table(
     Column("actor", String(255)),
     *_json("details", "audit"),
     Index("ix_audit_job", "job_id", "id"),
+    **TABLE_OPTIONS,
+)
+
+tallies = Table(
+    "tallies",
+    metadata,
+    # A metric, a job type and a value of its other label; "" where it has none.
+    Column("name", String(64), primary_key=True),
+    Column("type", String(64), primary_key=True),
+    Column("label", String(64), primary_key=True),
+    Column("value", Float(53), nullable=False),
+    **TABLE_OPTIONS,
+)
+
+tally_cursor = Table(
+    "tally_cursor",
+    metadata,
+    Column("name", String(16), primary_key=True),
+    # The highest id of the audit trail that is counted, and the ids below it that may still come.
+    Column("position", BigInteger, nullable=False),
+    *_json("holes", "tally_cursor", nullable=False),
     **TABLE_OPTIONS,
 )

@@ -77,6 +77,8 @@ class End(NamedTuple):
     #: The workflow that the job is a task of, and how many tasks the attempt staged (`spawning`).
     workflow_id: str | None = None
     spawned: int = 0
+    #: The leader took it from a worker that is lost; nobody saw it end.
+    reclaimed: bool = False
 
 
 def never_started(
@@ -266,6 +268,7 @@ def _stop(conn: Connection, by: Claimant, row: Ownership, end: End, events: list
     """Cancelled while it ran: however the attempt ended, its process is gone now, and nothing else counts."""
     followers.end(conn, job_rules.STOP, [row], owner=by.owner)
     details = {"stop_seconds": round(float(row.cancelled_s or 0.0), 3), "ended_as": end.outcome.value}
+    details |= {"run_seconds": round(end.run_seconds, 6)} | _reclaimed(end)
     events.append(job_event(job_rules.STOP, row.job_id, row.attempt, by, details))
     return job_rules.STOP
 
@@ -302,8 +305,12 @@ def _end_otherwise(
     if arrow is job_rules.BURY:
         dead_letters.add(conn, row.job_id, str(end.error_kind), row.attempts, end.origin_id)
     details = {"error": _end_of(error), "kind": end.error_kind, "run_seconds": round(end.run_seconds, 6)}
-    events.append(job_event(arrow, row.job_id, row.attempt, by, details))
+    events.append(job_event(arrow, row.job_id, row.attempt, by, details | _reclaimed(end)))
     return arrow
+
+
+def _reclaimed(end: End) -> dict[str, Any]:
+    return {"reclaimed": True} if end.reclaimed else {}
 
 
 def _end_of(error: str) -> str:
@@ -324,7 +331,6 @@ def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit:
         .with_for_update(skip_locked=True)  # whoever holds a row must not hold up the leader: next time, then
     ).all()
     reason = f"worker {dead.worker_id or 'unknown'} stopped sending heartbeats"
-    ends = [
-        End(row.job_id, row.attempt, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason) for row in owned
-    ]
+    lost: Any = {"error_kind": ErrorKind.WORKER_LOST, "error": reason, "reclaimed": True}
+    ends = [End(row.job_id, row.attempt, Outcome.FAILED, **lost) for row in owned]
     return record(conn, dead, [], ends, policy, keep_leases=True) if ends else []

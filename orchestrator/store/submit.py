@@ -206,10 +206,16 @@ def _insert_jobs(conn: Connection, db: Database, admitted: Sequence[Entering], r
     audit.record(
         conn,
         [
-            audit.Event("job.submitted", job_id=job.job_id, pool_id=job.spec.pool_id, actor=job.spec.agent)
+            audit.Event("job.submitted", job.job_id, job.spec.pool_id, actor=job.spec.agent, details=_due(job, now))
             for job in batch
         ],
     )
+
+
+def _due(job: NewJob, now: datetime) -> dict[str, Any] | None:
+    """When it may start, if that is later: its row forgets it then, and how long it waited is counted from there."""
+    later = job.not_before is not None and job.not_before > now
+    return {"not_before": f"{job.not_before:%Y-%m-%d %H:%M:%S.%f}"} if later else None
 
 
 #: What the schema fills in by itself.

@@ -1,12 +1,14 @@
 """Prometheus metrics, named as in the contract. Other modules say what happened; names and labels stay here.
 
-Counters and histograms count what this process did. Gauges describe the cluster and are read from the
-database when somebody asks, so every instance shows the same values.
+What only one process knows (its decisions, its duties) is counted here and is that process's. Everything else is the
+cluster's and stands in the database: gauges, and totals of jobs that the leader counts (`store.tallies`). Of that every
+instance shows the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -20,10 +22,12 @@ from prometheus_client import (
     Info,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from orchestrator import __version__
+from orchestrator import __version__, tallies
+from orchestrator.placement import Reason
+from orchestrator.tallies import MAX_TYPES, OTHER, Totals
 from orchestrator.tally import BOUNDS, Sizes
 
 _PREFIX = "gpu_orchestrator"
@@ -31,7 +35,6 @@ _PREFIX = "gpu_orchestrator"
 _leader = Gauge("leader", "1 while this instance leads.", ["holder"], namespace=_PREFIX)
 _duty_seconds = Histogram("duty_seconds", "Time a leader's duty took.", ["duty"], namespace=_PREFIX)
 _duty_failures = Counter("duty_failures_total", "Runs of a duty that failed.", ["duty"], namespace=_PREFIX)
-_submitted = Counter("jobs_submitted_total", "Jobs accepted by this instance.", ["type"], namespace=_PREFIX)
 _lease_decisions = Counter(
     "lease_decisions_total",
     "Answers to lease requests by this instance.",
@@ -44,12 +47,6 @@ _admission_decisions = Counter(
     ["decision", "reason"],
     namespace=_PREFIX,
 )
-_reclaims = Counter(
-    "reclaims_total", "Jobs taken back from lost workers by this instance.", ["outcome"], namespace=_PREFIX
-)
-_retries = Counter(
-    "retries_total", "Jobs that this instance sent back to wait for another attempt.", ["reason"], namespace=_PREFIX
-)
 _recovery = Histogram(
     "recovery_seconds",
     "From a worker's last heartbeat until this leader gave its jobs away.",
@@ -59,8 +56,23 @@ _recovery = Histogram(
 _build = Info("build", "The version that runs.", namespace=_PREFIX)
 _build.info({"version": __version__})
 
-#: Job types come from clients; beyond this many they share one label, so that nobody can fill the memory.
-MAX_TYPES = 200
+#: Label sets that are known in advance are 0 from the start: of a series that begins with 1, nobody sees the increase.
+for _mode in ("gpu", "cpu"):
+    _lease_decisions.labels("granted", _mode)
+for _reason in Reason:
+    _lease_decisions.labels("denied", _reason)
+for _decided in (
+    ("admitted", "free"),
+    ("cpu", "no_gpu"),
+    *[("queued", kind) for kind in ("agent-limit", "cap", "capacity", "gate", "quiet")],
+    *[
+        ("rejected", code)
+        for code in ("agent_limit", "gate_closed", "overloaded", "paused", "queue_full", "rate_limited")
+    ],
+):
+    _admission_decisions.labels(*_decided)
+
+#: Types that batches were told of here.
 _types: set[str] = set()
 
 
@@ -74,12 +86,14 @@ def duty(name: str) -> Iterator[None]:
         yield
 
 
+def expect_duties(names: Iterable[str]) -> None:
+    for name in names:
+        _duty_seconds.labels(name)
+        _duty_failures.labels(name)
+
+
 def duty_failed(name: str) -> None:
     _duty_failures.labels(name).inc()
-
-
-def submitted(job_type: str, count: int = 1) -> None:
-    _submitted.labels(_bounded(job_type)).inc(count)
 
 
 def lease_decided(decision: str, reason: str) -> None:
@@ -90,16 +104,8 @@ def admission_decided(decision: str, reason: str, count: int = 1) -> None:
     _admission_decisions.labels(decision, reason).inc(count)
 
 
-def reclaimed(outcome: str) -> None:
-    _reclaims.labels(outcome).inc()
-
-
 def recovered(silent_s: float) -> None:
     _recovery.observe(silent_s)
-
-
-def retried(reason: str, count: int = 1) -> None:
-    _retries.labels(reason).inc(count)
 
 
 class _BatchSizes(Collector):
@@ -139,7 +145,7 @@ def batched(job_type: str, sizes: Sizes) -> None:
 def _bounded(job_type: str) -> str:
     if len(_types) < MAX_TYPES:
         _types.add(job_type)
-    return job_type if job_type in _types else "other"
+    return job_type if job_type in _types else OTHER
 
 
 # Gauges of the cluster.
@@ -153,13 +159,16 @@ CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
         "GPUs that could grant a lease now: healthy, open, sampled lately, with usable memory left.",
         (),
     ),
-    "job_queue_depth": (
-        "Jobs that are due and wait for a worker, in the database and in the stream.",
-        ("stream",),
-    ),
+    "job_queue_depth": ("Jobs that are due and wait for a worker, or have one.", ("stream",)),
+    "jobs_delayed": ("Jobs that wait until they are due.", ("stream",)),
+    "jobs_blocked": ("Jobs that wait for a cap, a gate or other tasks.", ("stream",)),
     "oldest_pending_age_seconds": (
         "Age of the oldest job that is due and waits; 0 when none does.",
         ("stream",),
+    ),
+    "publish_lag_seconds": (
+        "How long a job could have been announced where workers listen and nothing is; 0 when delivery goes on.",
+        (),
     ),
     "jobs_in_flight": ("Jobs that a worker has claimed or runs.", ("pool_id",)),
     "gpu_mem_used_pct": ("Memory in use as the node last measured it, by whomever.", ("node", "gpu_index")),
@@ -177,6 +186,20 @@ CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "dlq_depth": ("Jobs that were given up and neither redriven nor purged yet.", ()),
     "leader_epoch": ("Epoch of the current or last term.", ()),
+    "tally_lag_seconds": ("Age of the oldest event that totals of jobs do not count yet; 0 when they count all.", ()),
+}
+
+#: Totals of the cluster, the same for every instance: name → what it says, its labels.
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    tallies.SUBMITS: ("Jobs that were accepted.", ("type",)),
+    tallies.FINISHES: ("Jobs that came to their end, by how they did.", ("type", "status")),
+    tallies.RETRIES: ("Jobs that were sent back to wait for another attempt.", ("reason",)),
+    tallies.RECLAIMS: ("Jobs taken back from lost workers.", ("outcome",)),
+}
+HISTOGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    tallies.LATENCY: ("From a job's submit, or from when it was started over, to its end.", ("type",)),
+    tallies.WAIT: ("From when a job could have started to its first claim.", ("type",)),
+    tallies.RUN: ("Time of one attempt's handler.", ("type",)),
 }
 
 #: Name → label values → value.
@@ -185,39 +208,77 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class _Once(Collector):
-    def __init__(self, readings: Readings) -> None:
+    def __init__(self, readings: Readings, totals: Totals | None) -> None:
         self._readings = readings
+        self._totals = totals
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         for name, values in self._readings.items():
             text, labels = CLUSTER[name]
             family = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=labels)
             for key, value in values.items():
                 family.add_metric(key, value)
             yield family
+        if self._totals is not None:
+            yield from _counters(self._totals)
+            yield from _histograms(self._totals)
 
 
-def exposition(readings: Readings) -> bytes:
-    """What this process counted and what was read about the cluster, in Prometheus' text format."""
-    cluster = CollectorRegistry()
-    cluster.register(_Once(readings))
-    return generate_latest(REGISTRY) + generate_latest(cluster)
+def _counters(totals: Totals) -> Iterator[CounterMetricFamily]:
+    types = sorted({type for name, type, _ in totals if name == tallies.SUBMITS})
+    known: dict[str, list[tuple[str, str]]] = {
+        tallies.SUBMITS: [(type, "") for type in types],
+        tallies.FINISHES: [(type, status) for type in types for status in tallies.STATUSES],
+        tallies.RETRIES: [("", reason) for reason in tallies.REASONS],
+        tallies.RECLAIMS: [("", outcome) for outcome in tallies.OUTCOMES.values()],
+    }
+    for name, (text, labels) in COUNTERS.items():
+        family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=labels)
+        counted = {(type, label) for of, type, label in totals if of == name}
+        for type, label in sorted({*known[name], *counted}):
+            family.add_metric([part for part in (type, label) if part], totals.get((name, type, label), 0.0))
+        yield family
+
+
+def _histograms(totals: Totals) -> Iterator[HistogramMetricFamily]:
+    by_name: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for (name, type, label), value in totals.items():
+        by_name[name][type][label] = value
+    for name, (text, labels) in HISTOGRAMS.items():
+        family = HistogramMetricFamily(f"{_PREFIX}_{name}", text, labels=labels)
+        for type, counted in sorted(by_name[name].items()):
+            calls = accumulate(counted.get(bucket, 0.0) for bucket in tallies.BUCKETS)
+            family.add_metric([type], list(zip(tallies.BUCKETS, calls, strict=True)), counted.get(tallies.SUM, 0.0))
+        yield family
+
+
+def own() -> bytes:
+    """What this process counted, in Prometheus' text format."""
+    return generate_latest(REGISTRY)
+
+
+def of_cluster(readings: Readings, totals: Totals | None = None) -> bytes:
+    """What was read about the cluster, in the same format."""
+    registry = CollectorRegistry()
+    registry.register(_Once(readings, totals))
+    return generate_latest(registry)
 
 
 __all__ = [
     "CLUSTER",
     "CONTENT_TYPE",
+    "COUNTERS",
+    "HISTOGRAMS",
     "REGISTRY",
     "Readings",
     "admission_decided",
     "batched",
     "duty",
     "duty_failed",
-    "exposition",
+    "expect_duties",
     "leading",
     "lease_decided",
-    "reclaimed",
+    "of_cluster",
+    "own",
     "recovered",
-    "retried",
-    "submitted",
 ]

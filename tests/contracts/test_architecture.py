@@ -91,6 +91,7 @@ ABOVE = {
             "schedules",
             "settings",
             "spawning",
+            "tallies",
             "tally",
             "triggers",
             "workflows",

@@ -81,7 +81,8 @@ def metric_labels() -> dict[str, tuple[str, ...]]:
     ends = {"counter": "_total", "info": "_info"}
     wrapped = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
     counted = {f"{metric._name}{ends.get(str(metric._type), '')}": tuple(metric._labelnames) for metric in wrapped}
-    gauges = {f"{metrics._PREFIX}_{name}": labels for name, (_, labels) in metrics.CLUSTER.items()}
+    shared = metrics.CLUSTER | metrics.COUNTERS | metrics.HISTOGRAMS
+    gauges = {f"{metrics._PREFIX}_{name}": labels for name, (_, labels) in shared.items()}
     read = {metrics._batch_sizes.name: metrics._batch_sizes.labels}
     return counted | gauges | read | {f"{metrics._PREFIX}_build_info": ("version",)}
 

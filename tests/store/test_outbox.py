@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-from orchestrator.store import job_reads, outbox, schema
+from orchestrator.store import backlog, outbox, schema
 from orchestrator.store.dialect import utc_shift
 from tests.factories import hire, many_jobs, row, rows, set_job, submit
 
@@ -133,6 +133,9 @@ def test_depth_counts_what_waits_and_what_runs(db):
     take(db, 2)
     hand.claim(ids[0])
     set_job(db, ids[4], queued="delayed", not_before=utc_shift(60.0))
-    lanes = {depth.lane: (depth.pending, depth.running) for depth in db.read(job_reads.depths)}
-    assert lanes == {"default": (3, 1), "other": (2, 0)}
-    assert all(depth.oldest_s >= 0 for depth in db.read(job_reads.depths))
+    lanes = db.read(lambda conn: backlog.depths(conn, ["default", "other", "nobody"]))
+    assert {lane: (depth.due, depth.owned, depth.delayed) for lane, depth in lanes.items()} == {
+        "default": (3, 1, 1),
+        "other": (2, 0, 0),
+        "nobody": (0, 0, 0),
+    }

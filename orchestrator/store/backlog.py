@@ -1,0 +1,160 @@
+"""How much waits and runs in each lane: counted along the index of the queue, and never by reading a row for each job.
+
+A count still passes every entry of those that wait, so whoever asks often keeps what it found (`api.readings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, bindparam, func, literal_column, or_, select, union_all
+
+from orchestrator.jobs import OWNED, Queued
+from orchestrator.pools import OPEN
+from orchestrator.store.dialect import largest, seconds_since, walking
+from orchestrator.store.schema import jobs, lanes, worker_pools, workers
+
+#: Lanes that one statement names: each is four ranges of the index.
+MANY_LANES = 250
+#: Jobs of a lane among which its oldest is looked for, in order of rank.
+LOOK = 1000
+
+
+@dataclass
+class Depth:
+    """Jobs of a lane, by where they are."""
+
+    ready: int = 0
+    announced: int = 0
+    delayed: int = 0
+    blocked: int = 0
+    #: Claimed or running.
+    owned: int = 0
+
+    @property
+    def due(self) -> int:
+        """Those that a worker could take."""
+        return self.ready + self.announced
+
+    @property
+    def work(self) -> int:
+        """What there must be workers for."""
+        return self.due + self.owned
+
+
+def lanes_by_age(conn: Connection) -> list[str]:
+    """Every lane that ever had a job, the first first: the same order for everybody."""
+    return list(conn.execute(select(lanes.c.lane).order_by(lanes.c.created_at, lanes.c.lane)).scalars())
+
+
+def depths(conn: Connection, names: Sequence[str]) -> dict[str, Depth]:
+    """How many jobs of these lanes are where.
+
+    What waits and what is owned come from one statement for each lane: between two, a job on its way is in neither.
+    """
+    found = {name: Depth() for name in names}
+    for some in _some(names, MANY_LANES):
+        here = jobs.c.lane.in_(some)
+        waiting = select(jobs.c.lane, jobs.c.queued, func.count()).where(here, jobs.c.queued.in_([*Queued]))
+        owned = select(jobs.c.lane, literal_column("'owned'"), func.count())
+        owned = owned.where(here, jobs.c.status.in_(sorted(OWNED))).group_by(jobs.c.lane)
+        both = union_all(
+            walking(waiting.group_by(jobs.c.lane, jobs.c.queued), jobs, "ix_jobs_queue"),
+            walking(owned, jobs, "ix_jobs_status"),
+        )
+        for lane, where, count in conn.execute(both):
+            setattr(found[lane], where, int(count))
+    return found
+
+
+def oldest_s(conn: Connection, names: Sequence[str], look: int = LOOK) -> dict[str, float]:
+    """Age since its submit of the oldest due job of each of these lanes, if it has any.
+
+    Looked for among the first `look` that are ready, in order of rank, and among as many that are announced.
+    """
+    found = {}
+    for name in names:
+        ages = conn.execute(_OLDEST, {"of_lane": name, "look": look}).one()
+        if known := [float(age) for age in ages if age is not None]:
+            found[name] = max(0.0, *known)
+    return found
+
+
+def _oldest(queued: Queued) -> ScalarSelect[Any]:
+    query = select(jobs.c.created_at).where(jobs.c.lane == bindparam("of_lane"), jobs.c.queued == queued)
+    head = walking(query, jobs, "ix_jobs_queue").order_by(jobs.c.rank).limit(bindparam("look")).subquery()
+    return select(func.max(seconds_since(head.c.created_at))).scalar_subquery()
+
+
+_OLDEST = select(_oldest(Queued.READY), _oldest(Queued.ANNOUNCED))
+
+
+def oldest_head_s(conn: Connection, but: Collection[str]) -> float:
+    """The same of all lanes but these, looking only at the first job of each; 0 when none waits there."""
+
+    def age(queued: Queued) -> ColumnElement[Any]:
+        first = select(jobs.c.created_at).where(jobs.c.lane == lanes.c.lane, jobs.c.queued == queued)
+        head = walking(first, jobs, "ix_jobs_queue").order_by(jobs.c.rank).limit(1)
+        return func.max(seconds_since(head.correlate(lanes).scalar_subquery()))
+
+    query = select(age(Queued.READY), age(Queued.ANNOUNCED)).select_from(lanes).where(lanes.c.lane.not_in(sorted(but)))
+    return max(0.0, *[float(seconds or 0.0) for seconds in conn.execute(query).one()])
+
+
+class Stuck(NamedTuple):
+    """The first job of a lane that waits to be announced, and for how long it could have been."""
+
+    job_id: str
+    seconds: float
+
+
+def listening(conn: Connection) -> dict[str, float]:
+    """Lanes whose streams workers read, and for how many seconds somebody has; closed pools read nothing."""
+    rows = conn.execute(
+        select(workers.c.pool_id, func.max(seconds_since(workers.c.started_at)))
+        .outerjoin(worker_pools, worker_pools.c.pool_id == workers.c.pool_id)
+        .where(workers.c.status == "active", workers.c.kind == "process", workers.c.slots > 0)
+        .where(or_(worker_pools.c.status.is_(None), worker_pools.c.status.in_(sorted(OPEN))))
+        .group_by(workers.c.pool_id)
+    )
+    return {lane: max(float(seconds), 0.0) for lane, seconds in rows}
+
+
+def stuck(conn: Connection, heard: dict[str, float], names: Collection[str]) -> dict[str, Stuck]:
+    """Of these lanes, in which something is ready and nothing announced: what stands first, and for how long.
+
+    No longer than somebody has listened, nor than since the last claim of a job that runs still: until then it went on.
+    """
+    found = {}
+    for name in sorted(names):
+        since = largest(
+            jobs.c.created_at,
+            func.coalesce(jobs.c.updated_at, jobs.c.created_at),
+            func.coalesce(jobs.c.ready_at, jobs.c.created_at),
+        )
+        head = select(jobs.c.job_id, seconds_since(since)).where(jobs.c.lane == name, jobs.c.queued == Queued.READY)
+        first = conn.execute(walking(head, jobs, "ix_jobs_queue").order_by(jobs.c.rank).limit(1)).one_or_none()
+        if first is not None:
+            found[name] = Stuck(first[0], max(0.0, min(float(first[1]), heard[name], _claimed_s(conn, name))))
+    return found
+
+
+def _claimed_s(conn: Connection, lane: str) -> float:
+    owned = select(func.max(jobs.c.claimed_at)).where(jobs.c.status.in_(sorted(OWNED)), jobs.c.lane == lane)
+    last = walking(owned, jobs, "ix_jobs_status").scalar_subquery()
+    age = conn.execute(select(seconds_since(last))).scalar()
+    return float("inf") if age is None else float(age)
+
+
+def announces_nothing(conn: Connection, name: str, head: str) -> bool:
+    """Whether this job is the first of its lane still, and nothing of it announced."""
+    announced = select(jobs.c.job_id).where(jobs.c.lane == name, jobs.c.queued == Queued.ANNOUNCED).limit(1)
+    first = select(jobs.c.job_id).where(jobs.c.lane == name, jobs.c.queued == Queued.READY).order_by(jobs.c.rank)
+    looks = (announced, first.limit(1))
+    return [conn.execute(walking(look, jobs, "ix_jobs_queue")).scalar() for look in looks] == [None, head]
+
+
+def _some(names: Sequence[str], many: int) -> Iterator[Sequence[str]]:
+    return (names[first : first + many] for first in range(0, len(names), many))
