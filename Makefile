@@ -20,7 +20,7 @@ help: ## show this list
 run: $(VENV)/.runtime ## start the whole system here, with nothing else installed (PORT=8008 DATA_DIR=./.data)
 	@exec $(BIN)/gpuorch dev --port $(PORT) --data-dir $(DATA_DIR)
 
-test: $(VENV)/.dev servers ## all tests, against private MariaDB, Redis and Valkey servers (ARGS="-x -k lease")
+test: $(VENV)/.dev servers ## all tests, against private MariaDB, Redis, Valkey and Prometheus servers (ARGS="-x -k lease")
 	$(BIN)/python -m tests $(ARGS)
 
 check: $(VENV)/.dev servers ## format, lint, types and the fast tests

