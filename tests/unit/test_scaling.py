@@ -13,7 +13,7 @@ seconds = st.floats(0, 1e6)
 
 
 @st.composite
-def loads(draw, **fixed):
+def loads(draw, /, **fixed):
     workers = draw(st.integers(0, 500))
     minimum = draw(st.integers(0, 20))
     return Load(
