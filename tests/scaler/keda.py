@@ -3,7 +3,7 @@
 - A trigger is active when its value is strictly above its activation value; an object when one of its triggers is.
 - Zero to one and back is KEDA's: one as soon as it is active, zero when it was not for `cooldownPeriod`.
 - One to many is the HorizontalPodAutoscaler's. By average: ceil(value / target); by value: ceil(replicas x value /
-  target). Within a tenth of the target it leaves things as they are. The trigger that wants most decides, within limits.
+  target). Within a tenth of the target nothing changes. The trigger that wants most decides, within the limits.
 - After `failureThreshold` failures in a row there are as many as the fallback says, or as there are if that is more.
 """
 

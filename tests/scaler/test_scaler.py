@@ -11,6 +11,7 @@ from shutil import which
 import grpc
 import pytest
 
+from orchestrator.client.api import Api
 from orchestrator.errors import Overloaded
 from orchestrator.scaler import watch as watching
 from tests.cluster import post
@@ -136,7 +137,7 @@ def test_an_orchestrator_that_is_away_is_unavailable_and_never_inactive(mortal, 
         return None
 
     error = wait_until(away, what="an error")
-    assert error.code() is grpc.StatusCode.UNAVAILABLE and url in error.details()
+    assert error is not None and error.code() is grpc.StatusCode.UNAVAILABLE and url in error.details()
     assert refusal(lambda: keda.metric(**gold)).code() is grpc.StatusCode.UNAVAILABLE
     assert keda.spec(**gold).metricName == "desired_workers"  # KEDA makes its autoscaler of this
     cluster.serve(port=int(url.rpartition(":")[2]))
@@ -299,12 +300,11 @@ def test_with_tls_only_those_it_trusts_are_answered(cluster, start_scaler, conne
     assert refusal(lambda: connect(address).is_active(**gold)).code() is grpc.StatusCode.UNAVAILABLE
 
 
-class Counting:
+class Counting(Api):
     """Notes what it is asked."""
 
-    url = "http://x"
-
     def __init__(self):
+        self.url = "http://x"
         self.asked: list[str] = []
 
     def send(self, request):
