@@ -12,6 +12,7 @@ OrchestratorError
 │   ├── GpuNotFound        gpu_not_found
 │   ├── PoolNotFound       pool_not_found
 │   ├── NodeNotFound       node_not_found
+│   ├── LaneNotFound       lane_not_found
 │   ├── PolicyNotFound     policy_not_found
 │   ├── ScheduleNotFound   schedule_not_found
 │   ├── WorkerNotFound     worker_not_found
@@ -230,6 +231,17 @@ class PoolNotFound(NotFound):
 
     def __init__(self, pool_id: str) -> None:
         super().__init__(f"no pool {pool_id!r}; `gpuorch pools list` shows those there are")
+
+
+class LaneNotFound(NotFound):
+    """Neither pool nor worker nor job ever had this name: a slip of the pen must not read as "nothing to do"."""
+
+    code = "lane_not_found"
+
+    def __init__(self, lane: str) -> None:
+        super().__init__(
+            f"no pool, worker or job was ever in lane {lane!r}; `gpuorch queue stats` shows those with jobs"
+        )
 
 
 class NodeNotFound(NotFound):

@@ -1,7 +1,9 @@
-"""One thing of Kubernetes: how many replicas a Deployment has, and how many it should have.
+"""Two things of Kubernetes: how many replicas a Deployment should have, and how dear a pod is.
 
 The leader asks before it tells, so that a pool which is as it should be costs one GET now and then. Whoever else scales
 the same Deployment (an autoscaler, a person) is overruled at the next look: a pool has one owner.
+
+A worker's pod says what it would cost to delete it, so that whoever scales down begins with those that are idle.
 """
 
 from __future__ import annotations
@@ -49,6 +51,20 @@ class Deployment:
         return f"/apis/apps/v1/namespaces/{self.namespace}/deployments/{self.name}/scale"
 
 
+#: Pods of a ReplicaSet with the lowest cost are deleted first; one without has 0.
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+
+
+@dataclass(frozen=True)
+class Pod:
+    namespace: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
+
+
 class Kubernetes:
     """Raises KubernetesUnavailable when the API does not answer, refuses, or says what nobody understands."""
 
@@ -67,6 +83,10 @@ class Kubernetes:
             return False
         self._ask("PATCH", deployment.path, {"spec": {"replicas": replicas}})
         return True
+
+    def price(self, pod: Pod, cost: int) -> None:
+        """Say what it costs to delete a pod."""
+        self._ask("PATCH", pod.path, {"metadata": {"annotations": {DELETION_COST: str(cost)}}})
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:

@@ -153,6 +153,7 @@ Prefix = Annotated[str, AfterValidator(_prefix)]
 LockName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$"), AfterValidator(str.lower)]
 Module = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
 Modules = Annotated[tuple[Module, ...], Field(strict=False)]  # TOML has lists
+PodName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 GpuBackend = Annotated[str, AfterValidator(_gpu_backend)]
 # Every number has an upper bound (times: a year), so that each wait and each point in time stays computable.
 Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]
@@ -259,7 +260,12 @@ class Settings(BaseModel):
     pool_drain_s: SecondsOrZero = _is(300.0, "time running jobs get when a pool or node is drained, by default")
     purge_interval_s: Seconds = _is(1.0, "how often the leader removes expired leases")
     kubernetes_url: HttpUrl = _is("https://kubernetes.default.svc", "where pools of the provider kubernetes are scaled")
-    kubernetes_namespace: Name = _is("default", "namespace of their Deployments, unless a pool says otherwise")
+    kubernetes_namespace: Name = _is(
+        "default", "namespace of pod_name, and of Deployments unless a pool says otherwise"
+    )
+    pod_name: PodName | None = _is(
+        None, "name of this worker's pod, whose deletion cost it writes; absent: it runs in none"
+    )
     kubernetes_token_file: FilePath = _is(SERVICE_ACCOUNT / "token", "file of the token for it; read for each request")
     kubernetes_ca_file: FilePath = _is(SERVICE_ACCOUNT / "ca.crt", "file of the authority that signed its certificate")
     log_format: LogFormat = _is("console", "console for people, json for machines")

@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parent
 #: Folders by what their files do: whole clusters that are killed and frozen, many statements, sums. Others are first.
-CLUSTERS = ("chaos", "worker", "e2e", "client", "leader", "gpu", "stream")
+CLUSTERS = ("chaos", "worker", "e2e", "scaler", "client", "leader", "gpu", "stream")
 STATEMENTS = ("api", "store")
 SUMS = ("unit", "sim", "contracts")
 #: More than there are processors: half of the tests mostly wait. On a large machine the servers are the limit.

@@ -49,7 +49,7 @@ class Member:
             return
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "orchestrator", command],
+                [*prefix, sys.executable, "-m", "orchestrator", *command.split()],
                 env=whole,
                 cwd=cwd,
                 stdout=output,

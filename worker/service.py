@@ -51,6 +51,11 @@ class Service:
         """Whether it takes jobs, or only lacks memory that others may hold for its sake."""
         return self._session is not None and (self._session.usable or self._session.blocked)
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """Slots in use, and all of them."""
+        return self._session.load if self._session else (0, 0)
+
     def resize(self, slots: int) -> None:
         with self._lock:
             self.post = self.post._replace(slots=slots)

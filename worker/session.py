@@ -211,6 +211,10 @@ class Session:
         return self._slots.usable() > 0
 
     @property
+    def load(self) -> tuple[int, int]:
+        return self._slots.busy(), self._slots.count
+
+    @property
     def blocked(self) -> bool:
         """Whether it waits for GPU memory."""
         return self._preloader is not None and self._preloader.blocked

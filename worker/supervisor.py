@@ -3,6 +3,10 @@
 Level-triggered: it reads what should be from the database (its own lane, and the share of the pools that the leader
 assigned to this node), on a timer and whenever the doorbell rings. What it missed it sees the next time. Only one
 process of a node runs pools; started for one pool (`--pool`), it serves that one and follows what its row says.
+
+SIGTERM and SIGINT: it leaves, and running jobs get `worker_grace_s`. SIGUSR1, which `gpuorch drain-worker` sends: it
+takes no more jobs and leaves when the last has ended, however long that takes; a SIGTERM then means what it always
+does.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from orchestrator.store import crews
 from orchestrator.store.crews import Order
 from worker.node import Node
 from worker.post import Post
+from worker.price import PriceTag
 from worker.service import Service
 from worker.session import Session
 
@@ -33,6 +38,8 @@ log = logging.getLogger(__name__)
 #: Seconds until a post that could not be manned is tried again; each time twice as many.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+#: Seconds that jobs get of a worker that drains by itself: whoever wants it gone sooner says so.
+UNHURRIED_S = 31_536_000.0
 
 
 class Duty(NamedTuple):
@@ -58,6 +65,7 @@ class Supervisor:
         self._settings = settings
         self._id = instance_id()
         self._stop = threading.Event()
+        self._drain = threading.Event()
         self._wake = threading.Event()
         self._node = Node(settings, self._wake.set)
         self._node_id = self._node.node_id
@@ -74,19 +82,31 @@ class Supervisor:
         self._has_node = False
         #: Whether the pool that it was started for has ever had a row.
         self._had_pool = False
+        self._tag = PriceTag(settings, self._load) if settings.pod_name else None
 
     def stop(self) -> None:
         self._stop.set()
         self._wake.set()
 
+    def drain(self) -> None:
+        """Take no more jobs, and leave when the last has ended."""
+        self._drain.set()
+        self._wake.set()
+
     def run(self) -> None:
         self._node.start()
+        if self._tag is not None:
+            self._tag.start()
         while not self._stop.is_set():
             self._look()
             self._converge()
+            if self._drain.is_set() and not self._present():
+                break
             self._wake.wait(self._settings.reconcile_interval_s)
             self._wake.clear()
         self._leave()
+        if self._tag is not None:
+            self._tag.close()
         self._node.close()
 
     # ── what should be ──────────────────────────────────────────────────────────────────────────────────────────
@@ -145,7 +165,7 @@ class Supervisor:
         present = [service for service in present if not service.over.is_set()]
         self._services = {service.post.key: service for service in present if not service.leaving}
         self._leaving = [service for service in present if service.leaving]
-        for key, duty in wanted.items() if self._node_leave_s is None else ():
+        for key, duty in wanted.items() if self._leave_s is None else ():
             if key not in self._services and duty.leave_s is None and not duty.outdated and duty.post.slots:
                 self._man(duty.post)
         for service in self._present():
@@ -180,13 +200,24 @@ class Supervisor:
         self._pauses[key] = _Pause(time.monotonic() + length_s, length_s)
 
     def _adjust(self, service: Service, duty: Duty | None) -> None:
-        limits = [limit for limit in (self._node_leave_s, duty and duty.leave_s) if limit is not None]
+        limits = [limit for limit in (self._leave_s, duty and duty.leave_s) if limit is not None]
         if limits:
             service.leave(min(limits))
         elif duty is not None and not service.leaving:
             service.resize(duty.post.slots)
         elif not service.leaving and not self._fills_in(service):  # nobody wants it any more, nobody is in a hurry
             service.leave(self._settings.pool_drain_s)
+
+    @property
+    def _leave_s(self) -> float | None:
+        """Seconds in which all posts should be left."""
+        if self._node_leave_s is None and self._drain.is_set():
+            return UNHURRIED_S
+        return self._node_leave_s
+
+    def _load(self) -> tuple[int, int]:
+        loads = [service.load for service in self._present()]
+        return sum(busy for busy, _ in loads), sum(slots for _, slots in loads)
 
     def _fills_in(self, service: Service) -> bool:
         """Whether it serves its pool while the one that follows it is not warm yet."""
@@ -221,7 +252,7 @@ def _duty(order: Order) -> Duty:
 
 
 def run(settings: Settings) -> int:
-    """Run a worker until SIGTERM or SIGINT; the process's exit code."""
+    """Run a worker until a signal ends it; the process's exit code."""
     # Thousands of short-lived objects a second and no cycles among them: let the collector look less often.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -230,6 +261,10 @@ def run(settings: Settings) -> int:
     def stop(_number: int, _frame: object) -> None:
         supervisor.stop()
 
+    def drain(_number: int, _frame: object) -> None:
+        supervisor.drain()
+
+    signal.signal(signal.SIGUSR1, drain)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:

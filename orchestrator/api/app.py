@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from orchestrator import __version__
 from orchestrator.api import (
     audit,
+    autoscale,
     cluster,
     control,
     dlq,
@@ -48,6 +49,7 @@ NOUNS = (
     workflows,
     control,
     cluster,
+    autoscale,
     audit,
     health,
 )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from orchestrator.errors import JobNotFound, NotFound, PoolNotFound, ScheduleNotFound, WorkflowNotFound
+from orchestrator.errors import JobNotFound, LaneNotFound, NotFound, PoolNotFound, ScheduleNotFound, WorkflowNotFound
 from orchestrator.names import MAX_NAME, is_name
 
 
@@ -21,6 +21,7 @@ def _known_as(missing: Callable[[str], NotFound]) -> AfterValidator:
 
 
 JobId = Annotated[str, _known_as(JobNotFound)]
+LaneName = Annotated[str, _known_as(LaneNotFound)]
 PoolId = Annotated[str, _known_as(PoolNotFound)]
 ScheduleId = Annotated[str, _known_as(ScheduleNotFound)]
 WorkflowId = Annotated[str, _known_as(WorkflowNotFound)]

@@ -24,6 +24,8 @@ COMMANDS = {
     "dev": "dev",
     "serve": "servers",
     "worker": "servers",
+    "drain-worker": "prestop",
+    "scaler": "scaler",
     "migrate": "schema",
     "check-config": "configuration",
     "doctor": "doctor",

@@ -28,6 +28,10 @@ def pool_path(pool_id: str) -> str:
     return f"/workers/pool/{_segment(pool_id)}"
 
 
+def autoscale_path(pool_id: str) -> str:
+    return f"/autoscale/{_segment(pool_id)}"
+
+
 def schedule_path(schedule_id: str, *more: str) -> str:
     return "/".join(["/schedules", _segment(schedule_id), *more])
 

@@ -42,6 +42,7 @@ def calls(api: Running, job_id: str) -> dict[str, Callable[[], httpx.Response]]:
         "batch": lambda: api.post("/jobs/submit_batch", {"jobs": [JOB]}),
         "get": lambda: api.get(f"/jobs/{job_id}"),
         "page": lambda: api.get("/jobs"),
+        "autoscale": lambda: api.get("/autoscale/default"),
         "lease": lambda: api.post("/leases", {"agent": "a", "min_memory_mb": 1}),
         "release": lambda: api.post("/leases/x/release"),
         "leader": lambda: api.get("/control/leader"),

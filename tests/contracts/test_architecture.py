@@ -25,6 +25,8 @@ DOORS = {
     "pynvml": ("orchestrator/gpu/nvml.py",),
     "httpx": ("orchestrator/client/",),
     "click": ("orchestrator/cli/",),
+    "grpc": ("orchestrator/scaler/",),
+    "google": ("orchestrator/scaler/",),
     "prometheus_client": ("orchestrator/telemetry/", "orchestrator/api/"),
     "worker": ("worker/", "orchestrator/cli/"),
 }
@@ -88,6 +90,7 @@ ABOVE = {
             "pools",
             "ranking",
             "rates",
+            "scaling",
             "schedules",
             "settings",
             "spawning",

@@ -21,6 +21,7 @@ from orchestrator.store import (
     job_reads,
     leadership,
     leases,
+    load,
     nodes,
     outbox,
     reports,
@@ -457,6 +458,36 @@ def test_a_fold_walks_along_the_ids_and_finds_jobs_by_their_keys(crowded):
     assert float(steps["orchestrator_audit"]["r_rows"]) <= 50, plan
     before = [step for step in plan if step["table"] == "before"]
     assert before and {step["key"] for step in before} == {"ix_audit_job"}, plan
+
+
+def test_what_an_autoscaler_is_told_is_counted_up_to_a_limit(crowded):
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, lambda conn: conn.execute(load._counts("default", 100)).one())
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    steps = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert sorted(step["key"] for step in steps) == ["ix_jobs_due"] + ["ix_jobs_queue"] * 3 + ["ix_jobs_status"], plan
+    assert all(float(step["r_rows"] or 0) <= 101 for step in steps), plan
+
+
+#: name → (call, most rows read)
+LOOKED_AT = {
+    "oldest wait": (lambda c: load._oldest_wait_s(c, "default"), load.MOST_ASKED + 1),
+    "latency": (lambda c: load._mean_latency_s(c, "default", HISTORY), load.MOST_ENDED + 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_ages_and_latencies_are_those_at_the_head_of_a_lane_and_not_of_its_backlog(crowded, name):
+    call, most = LOOKED_AT[name]
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, call)
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    (step,) = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert step["key"] == "ix_jobs_queue", dict(step)
+    assert float(step["r_rows"]) <= most, dict(step)
+    assert "filesort" not in step["Extra"], dict(step)
 
 
 def test_the_second_page_reads_no_more_than_the_first(crowded):

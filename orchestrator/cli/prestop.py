@@ -1,0 +1,62 @@
+"""`gpuorch drain-worker`: what a pod runs before it is stopped, so that its jobs end where they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import click
+
+#: Seconds between two looks.
+LOOK_EVERY_S = 0.1
+
+
+@click.command()
+@click.option(
+    "--pid", type=click.IntRange(1), default=1, show_default=True, help="Process of the worker; a container's is 1."
+)
+@click.option("--timeout", type=click.FloatRange(0), default=3600.0, show_default=True, help="Seconds to wait.")
+def drain_worker(pid: int, timeout: float) -> None:
+    """Tell the worker on this machine to take no more jobs, and wait until its last has ended and it is gone.
+
+    For a pod's preStop hook. After the timeout the exit code is 1 and the worker still runs; SIGTERM, which
+    Kubernetes sends next, lets it hand its jobs back.
+    """
+    deadline = time.monotonic() + timeout
+    while not _is_gone(pid):
+        if _catches(pid, signal.SIGUSR1):
+            os.kill(pid, signal.SIGUSR1)
+            break
+        _wait(pid, deadline)  # it has only just started, or it is no worker and would die of the signal
+    else:
+        raise click.ClickException(f"no process {pid}; name the worker's with --pid")
+    while not _is_gone(pid):
+        _wait(pid, deadline)
+    click.echo("the worker is gone")
+
+
+def _wait(pid: int, deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise click.ClickException(f"process {pid} is still there; send it SIGTERM to make it hand its jobs back")
+    time.sleep(LOOK_EVERY_S)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """What the kernel says of a process; nothing when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _is_gone(pid: int) -> bool:
+    """Also when only its parent has not noticed yet."""
+    return _status(pid).get("State", "X")[0] in "XZ"
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether it has a handler for this signal; whoever has none would be ended by it."""
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)

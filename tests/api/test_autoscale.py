@@ -1,0 +1,62 @@
+"""/autoscale/{pool_id}: the same everywhere, never a zero that nobody knows to be true."""
+
+import pytest
+
+from tests.api.conftest import Running
+from tests.factories import hire
+
+pytestmark = pytest.mark.embedded_too
+
+
+def test_an_empty_lane_needs_nobody(api: Running) -> None:
+    assert api.get("/autoscale/default").json() == {
+        "pool_id": "default",
+        "depth": 0,
+        "waiting": 0,
+        "running": 0,
+        "delayed": 0,
+        "blocked": 0,
+        "at_least": False,
+        "oldest_wait_seconds": 0.0,
+        "mean_latency_seconds": 0.0,
+        "ended_lately": False,
+        "window_seconds": 60.0,
+        "workers": 0,
+        "busy_workers": 0,
+        "draining": 0,
+        "slots_per_worker": 4.0,
+        "open": True,
+        "desired_workers": 0,
+    }
+
+
+def test_one_job_wakes_a_lane(api: Running) -> None:
+    api.submit(pool_id="gold")
+    found = api.get("/autoscale/gold").json()
+    assert (found["depth"], found["desired_workers"]) == (1, 1)
+    assert api.get("/autoscale/default").json()["depth"] == 0
+
+
+def test_a_running_job_keeps_its_worker(api: Running) -> None:
+    job_id = api.submit(pool_id="gold")
+    hand = hire(api.db, pool="gold")
+    (claim,) = hand.claim(job_id)
+    hand.beat(busy=1)
+    found = api.get("/autoscale/gold").json()
+    assert (found["depth"], found["running"], found["busy_workers"], found["desired_workers"]) == (1, 1, 1, 1)
+    hand.finish(claim)
+    hand.beat()
+    found = api.get("/autoscale/gold").json()
+    assert (found["depth"], found["desired_workers"], found["ended_lately"]) == (0, 0, True)
+
+
+@pytest.mark.parametrize("name", ["typo", "gold%20", "x" * 200, "a%2Fb"])
+def test_a_name_that_nobody_knows_is_no_zero(api: Running, name: str) -> None:
+    api.submit(pool_id="gold")
+    answer = api.get(f"/autoscale/{name}")
+    assert answer.status_code == 404
+    assert "depth" not in answer.json()
+
+
+def test_such_a_name_is_a_problem_with_a_code(api: Running) -> None:
+    assert api.get("/autoscale/typo").json()["code"] == "lane_not_found"

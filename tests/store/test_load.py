@@ -1,0 +1,154 @@
+"""What is asked of a lane, as an autoscaler sees it."""
+
+from datetime import timedelta
+
+import pytest
+
+from orchestrator.errors import LaneNotFound
+from orchestrator.pools import PoolSpec
+from orchestrator.scaling import LATELY_S, desired_workers
+from orchestrator.store import load, outbox, pools, schema, withdraw
+from tests.factories import hire, many_jobs, now, rows, set_job, submit
+
+
+def of(db, lane="default", **given):
+    return db.read(lambda conn: load.of_lane(conn, lane, 4, **given))
+
+
+def announce(db, lane="default", count=1000):
+    return db.write(lambda conn: outbox.take(conn, lane, count))
+
+
+def ended(db, job_id, ago_s, took_s):
+    """As if it had been submitted and had ended so long ago."""
+    at = now(db) - timedelta(seconds=ago_s)
+    set_job(db, job_id, finished_at=at, created_at=at - timedelta(seconds=took_s))
+
+
+def test_a_name_that_nobody_ever_used_is_no_empty_lane(db):
+    with pytest.raises(LaneNotFound):
+        of(db, "typo")
+
+
+def test_the_lane_of_jobs_without_a_pool_is_always_known(db):
+    found = of(db)
+    assert (found.depth, found.workers, found.slots, desired_workers(found)) == (0, 0, 4.0, 0)
+
+
+def test_a_lane_is_known_by_its_jobs_its_workers_or_its_pool(db):
+    submit(db, pool_id="jobs")
+    hire(db, pool="workers")
+    db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="pool", slots=3, min_workers=1, max_workers=2)))
+    assert [of(db, lane).depth for lane in ("jobs", "workers", "pool")] == [1, 0, 0]
+    known = of(db, "pool")
+    assert (known.slots, known.minimum, known.maximum, known.open) == (3.0, 1, 2, True)
+
+
+def test_depth_is_what_runs_and_what_may_run(db):
+    hand = hire(db, slots=2)
+    first, second, *_ = submit(db, 5)
+    submit(db, 3, pool_id="other")
+    submit(db, 2, earliest_start_at=(now(db) + timedelta(hours=1)).isoformat() + "Z")
+    announce(db, count=3)
+    claims = hand.claim(first, second)
+    hand.start(claims[0])
+    hand.beat(busy=2)
+    found = of(db)
+    assert (found.waiting, found.running, found.delayed, found.depth) == (3, 2, 2, 5)
+    assert (found.workers, found.busy_workers, found.slots, found.at_least) == (1, 1, 2.0, False)
+    hand.finish(*claims)
+    assert of(db).depth == 3
+
+
+def test_what_is_due_counts_although_nobody_let_it_go_yet(db):
+    (job_id,) = submit(db, earliest_start_at=(now(db) + timedelta(hours=1)).isoformat() + "Z")
+    assert (of(db).depth, of(db).delayed) == (0, 1)
+    set_job(db, job_id, not_before=now(db) - timedelta(seconds=1))
+    assert (of(db).depth, of(db).delayed) == (1, 0)
+    submit(db, pool_id="other")
+    assert of(db, "other").depth == 1
+
+
+def test_counting_stops_and_says_so(db):
+    submit(db, 12)
+    assert (of(db, most=10).depth, of(db, most=10).at_least) == (10, True)
+    assert (of(db, most=20).depth, of(db, most=20).at_least) == (12, False)
+
+
+def test_who_drains_is_no_worker_any_more(db):
+    submit(db, pool_id="gold")
+    hire(db, pool="gold").beat(busy=1, draining=True)
+    hire(db, pool="gold").beat(busy=1)
+    gone = hire(db, pool="gold")
+    gone.go_silent()
+    found = of(db, "gold")
+    assert (found.workers, found.busy_workers, found.draining) == (2, 1, 1)  # silent, but not declared lost yet
+
+
+def test_a_pool_that_drains_wants_nobody_new(db):
+    db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="gold", min_workers=1)))
+    submit(db, 500, pool_id="gold")
+    assert desired_workers(of(db, "gold")) == 500
+    db.write(lambda conn: pools.drain(conn, "gold", 60.0))
+    assert (of(db, "gold").open, desired_workers(of(db, "gold"))) == (False, 0)
+
+
+def test_the_oldest_wait_is_that_of_this_lane(db):
+    first, _ = submit(db, 2)
+    (other,) = submit(db, pool_id="other")
+    set_job(db, first, created_at=now(db) - timedelta(seconds=40))
+    set_job(db, other, created_at=now(db) - timedelta(seconds=4000))
+    assert of(db).oldest_wait_s == pytest.approx(40, abs=10)
+    assert of(db, "other").oldest_wait_s == pytest.approx(4000, abs=10)
+
+
+def test_latency_is_the_mean_of_what_ended_lately(db):
+    hand = hire(db)
+    jobs = submit(db, 4)
+    assert of(db).mean_latency_s is None
+    announce(db)
+    hand.finish(*hand.claim(*jobs))
+    for job_id, ago_s, took_s in zip(jobs, (1, 2, 2 * LATELY_S, 3), (2.0, 4.0, 500.0, 9.0), strict=True):
+        ended(db, job_id, ago_s, took_s)
+    assert of(db).mean_latency_s == pytest.approx(5.0, abs=0.01)
+
+
+def test_no_latency_is_told_of_other_lanes_or_of_jobs_that_were_cancelled(db):
+    jobs = submit(db, 3)
+    submit(db, pool_id="other")
+    announce(db)
+    hand = hire(db)
+    hand.finish(*hand.claim(jobs[0]))
+    ended(db, jobs[0], 1, 3.0)
+    db.write(lambda conn: withdraw.cancel(conn, jobs[2]))
+    ended(db, jobs[2], 1, 900.0)
+    assert of(db).mean_latency_s == pytest.approx(3.0, abs=0.01)
+    assert of(db, "other").mean_latency_s is None
+
+
+def test_a_flood_that_was_cancelled_hides_nobody(db):
+    """Its ranks are far beyond the lane's clock."""
+    (first,) = submit(db, agent="quiet")
+    announce(db)
+    hand = hire(db)
+    hand.finish(*hand.claim(first))
+    ended(db, first, 1, 3.0)
+    clock = rows(db, schema.lanes)[0].virtual_time
+    far = clock + 10_000_000
+    many_jobs(db, 1500, status="cancelled", queued=None, finished_at=now(db), rank=lambda i: far + i)
+    assert of(db).mean_latency_s == pytest.approx(3.0, abs=0.01)
+
+
+@pytest.mark.parametrize("priority", ["LOW", "NORMAL", "HIGH"])
+def test_latency_is_seen_at_every_priority_also_after_other_ones(db, priority):
+    hand = hire(db)
+    for name in ("NORMAL", priority):
+        jobs = submit(db, 5, priority=name)
+        announce(db)
+        hand.finish(*hand.claim(*jobs))
+        ago_s = 1 if name == priority else 2 * LATELY_S
+        for job_id in jobs:
+            ended(db, job_id, ago_s, 7.0)
+        if priority == "NORMAL":
+            break
+    assert of(db).mean_latency_s == pytest.approx(7.0, abs=0.01)

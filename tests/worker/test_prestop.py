@@ -1,0 +1,116 @@
+"""A pod that is taken away: the preStop hook lets its jobs end where they are; whatever follows, none is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.cli import run
+from orchestrator.store import schema
+from tests.factories import new_job
+from tests.waiting import wait_until
+from tests.worker.test_worker import events
+
+GATED = ("tests.worker.gated_handlers",)
+
+
+@pytest.fixture
+def worker_timeout_s() -> float:
+    return 20.0
+
+
+def submit(orchestrator, gate, count):
+    jobs = [new_job(type="gated", payload={"gate": str(gate)}) for _ in range(count)]
+    orchestrator.submit(jobs).result(10)
+    return [job.job_id for job in jobs]
+
+
+def prestop(pid: int, timeout_s: float = 60.0) -> subprocess.Popen[str]:
+    """What the kubelet runs in the container."""
+    command = [sys.executable, "-m", "orchestrator", "drain-worker", "--pid", str(pid), "--timeout", str(timeout_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+def is_draining(cluster):
+    return cluster.count("workers", schema.workers.c.status == "draining")
+
+
+def test_running_jobs_end_where_they_are_and_nothing_new_begins(cluster, orchestrator, gate):
+    """Long beyond the grace of a SIGTERM, and although somebody else could take them."""
+    worker = cluster.worker(worker_grace_s=0.0, worker_handlers=GATED)
+    running = submit(orchestrator, gate, 2)
+    for job_id in running:
+        cluster.wait_for(job_id, "running")
+    (waiting,) = submit(orchestrator, gate, 1)
+    hook = prestop(worker.process.pid)
+    wait_until(lambda: is_draining(cluster), what="it drains")
+    # A job that its slots were too full for, with all of the drain's time to be claimed by mistake.
+    assert cluster.job(waiting)["status"] == "pending"
+    assert hook.poll() is None and worker.process.poll() is None
+    gate.unlink()
+    assert worker.process.wait(30) == 0
+    out, _ = hook.communicate(timeout=30)
+    assert (hook.returncode, out) == (0, "the worker is gone\n")
+    for job_id in running:
+        record = cluster.job(job_id)
+        assert (record["status"], record["attempt"], record["attempts"]) == ("done", 1, 1)
+        assert "job.handed_back" not in events(cluster, job_id)
+    assert cluster.job(waiting)["status"] == "pending"
+    assert cluster.count("workers", schema.workers.c.status == "stopped") == 1
+
+
+def test_a_hook_that_loses_patience_leaves_the_rest_to_sigterm(cluster, orchestrator, gate):
+    """As Kubernetes does: the hook's time is over, SIGTERM, and the job runs elsewhere, uncharged."""
+    worker = cluster.worker(worker_grace_s=0.2, worker_handlers=GATED)
+    (job_id,) = submit(orchestrator, gate, 1)
+    cluster.wait_for(job_id, "running")
+    hook = prestop(worker.process.pid, timeout_s=1.0)
+    wait_until(lambda: is_draining(cluster), what="it drains")
+    _, err = hook.communicate(timeout=30)
+    assert hook.returncode == 1 and "SIGTERM" in err
+    assert cluster.job(job_id)["status"] == "running"
+    assert worker.stop() == 0
+    cluster.worker(worker_handlers=GATED)
+    gate.unlink()
+    record = cluster.wait_for(job_id, "done")
+    assert (record["attempt"], record["attempts"], record["crashes"]) == (2, 1, 0)
+    assert "job.handed_back" in events(cluster, job_id)
+
+
+@pytest.mark.parametrize("worker_timeout_s", [2.0])
+def test_a_pod_killed_in_the_middle_of_its_drain_loses_nothing(cluster, orchestrator, gate):
+    worker = cluster.worker(worker_handlers=GATED)
+    (job_id,) = submit(orchestrator, gate, 1)
+    cluster.wait_for(job_id, "running")
+    worker.send(signal.SIGUSR1)
+    wait_until(lambda: is_draining(cluster), what="it drains")
+    worker.kill()
+    cluster.worker(worker_handlers=GATED)
+    gate.unlink()
+    record = cluster.wait_for(job_id, "done")
+    assert (record["attempt"], record["crashes"]) == (2, 1)
+
+
+def test_an_idle_worker_is_gone_at_once(cluster, orchestrator):
+    worker = cluster.worker()
+    hook = prestop(worker.process.pid)
+    assert worker.process.wait(30) == 0
+    hook.communicate(timeout=30)
+    assert hook.returncode == 0
+
+
+def test_a_process_that_would_die_of_the_signal_is_sent_none(capsys):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert run(["drain-worker", "--pid", str(other.pid), "--timeout", "0"]) == 1
+        assert other.poll() is None
+        other.kill()
+    assert "still there" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_not_there_is_told(capsys):
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    assert run(["drain-worker", "--pid", str(gone.pid)]) == 1
+    assert "--pid" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""What deleting a worker's pod costs, as Kubernetes is told: an API is served here and keeps what it hears."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+
+import pytest
+
+from orchestrator.kubernetes import DELETION_COST, Kubernetes, Pod
+from tests.factories import new_job
+from tests.waiting import wait_until
+from worker.price import BUSY, FULL, IDLE, LONGEST_REST_S, REST_S, PriceTag, cost
+
+PATH = "/api/v1/namespaces/models/pods/embed-1"
+
+
+class Api:
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str, str | None, dict]] = []
+        self.status = 200
+        #: Until it is set, nobody gets an answer.
+        self.speak = threading.Event()
+        self.speak.set()
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PATCH(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                api.heard.append((self.path, self.headers["Content-Type"], self.headers["Authorization"], body))
+                api.speak.wait(60)
+                with suppress(OSError):
+                    self.send_response(api.status)
+                    self.send_header("Content-Length", "2")
+                    self.end_headers()
+                    self.wfile.write(b"{}")
+
+            def log_message(self, *_args) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, name="kubernetes-api", daemon=True).start()
+
+    @property
+    def costs(self) -> list[int]:
+        return [int(body["metadata"]["annotations"][DELETION_COST]) for *_, body in self.heard]
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    served = Api()
+    yield served
+    served.speak.set()
+    served.server.shutdown()
+    served.server.server_close()
+
+
+@pytest.fixture
+def given(settings, api, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    named = {"pod_name": "embed-1", "kubernetes_namespace": "models"}
+    return settings(kubernetes_url=api.url, kubernetes_token_file=token, **named)
+
+
+class Load:
+    now = (0, 2)
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("busy", "slots", "price"), [(0, 0, IDLE), (0, 4, IDLE), (1, 4, BUSY), (4, 4, FULL), (5, 4, FULL)]
+)
+def test_busier_is_dearer(busy, slots, price):
+    assert cost(busy, slots) == price
+
+
+def test_the_pod_is_patched_and_nothing_else(given, api):
+    Kubernetes(given).price(Pod("models", "embed-1"), 100)
+    ((path, kind, token, body),) = api.heard
+    assert (path, kind, token) == (PATH, "application/merge-patch+json", "Bearer secret")
+    assert body == {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "100"}}}
+
+
+def test_it_is_written_when_it_changes_and_not_often(given, api):
+    load = Load()
+    tag = PriceTag(given, load)
+    tag.look(0.0)
+    load.now = (1, 2)
+    tag.look(REST_S - 1)
+    assert api.costs == [IDLE]
+    tag.look(REST_S)
+    tag.look(3 * REST_S)
+    assert api.costs == [IDLE, BUSY]
+    load.now = (2, 2)
+    tag.look(4 * REST_S)
+    load.now = (0, 2)
+    tag.look(5 * REST_S)
+    assert api.costs == [IDLE, BUSY, FULL, IDLE]
+
+
+def test_an_api_that_refuses_is_left_alone_for_longer_and_longer(given, api):
+    tag = PriceTag(given, Load())
+    api.status = 403
+    moments = [second for second in range(2000) if _heard(tag, api, float(second))]
+    pauses = [after - before for before, after in pairwise(moments)]
+    assert pauses[0] >= 2 * REST_S and max(pauses) == LONGEST_REST_S and pauses == sorted(pauses)
+    api.status = 200
+    tag.look(1e6)
+    assert api.costs[-1] == IDLE
+
+
+def _heard(tag, api, now) -> bool:
+    before = len(api.heard)
+    tag.look(now)
+    return len(api.heard) > before
+
+
+def test_a_worker_says_what_it_would_cost_and_heartbeats_do_not_wait_for_kubernetes(cluster, orchestrator, api, gate):
+    api.speak.clear()  # nobody is answered
+    cluster.worker(
+        pod_name="embed-1",
+        kubernetes_namespace="models",
+        kubernetes_url=api.url,
+        worker_handlers=("tests.worker.gated_handlers",),
+    )
+    wait_until(lambda: api.costs[:1] == [IDLE], what="a first price")
+    job = new_job(type="gated", payload={"gate": str(gate)})
+    orchestrator.submit([job]).result(10)
+    record = cluster.wait_for(job.job_id, "running")
+    api.speak.set()
+    wait_until(lambda: BUSY in api.costs, timeout=60, what="a busy pod")
+    assert {path for path, *_ in api.heard} == {PATH}
+    assert cluster.job(job.job_id)["worker_id"] == record["worker_id"], "it was declared dead meanwhile"
+    gate.unlink()
+    cluster.wait_for(job.job_id, "done")
+
+
+def test_outside_of_kubernetes_nobody_is_told_anything(cluster, orchestrator, api):
+    cluster.worker(kubernetes_url=api.url)
+    job = new_job()
+    orchestrator.submit([job]).result(10)
+    cluster.wait_for(job.job_id, "done")
+    assert api.heard == []
