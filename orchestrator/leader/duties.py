@@ -32,7 +32,7 @@ from orchestrator.store.reports import Overrun
 from orchestrator.store.settle import Settled, record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry import metrics, tracing
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,8 @@ def _reclaim_jobs(context: DutyContext) -> int:
         rescued += len(settled)
         _count(settled)
         metrics.recovered(owner.silent_s)
+        if spans := tracing.spans():  # nobody else speaks for them; when they began, nobody knows
+            spans.died([one.end for one in settled if one.arrow], owner.silent_s, dead.worker_id, dead.pool_id)
     return rescued
 
 

@@ -26,6 +26,7 @@ DOORS = {
     "httpx": ("orchestrator/client/",),
     "click": ("orchestrator/cli/",),
     "prometheus_client": ("orchestrator/telemetry/", "orchestrator/api/"),
+    "opentelemetry": ("orchestrator/telemetry/",),
     "worker": ("worker/", "orchestrator/cli/"),
 }
 #: Files that must know which database they talk to.
