@@ -62,7 +62,7 @@ def tree(spans):
     for span, service in spans:
         parent = span.parent_span_id if span.parent_span_id in known else b""
         children.setdefault(parent, []).append((span, service))
-    names = {span.span_id: f"{span.name} {told(span)}".strip() for span, _ in spans}
+    names = {span.span_id: f"{span.name} {told(span, {'job.attempt': 'attempt'})}" for span, _ in spans}
     begun = spans[0][0].start_time_unix_nano
     lines = [f"trace {spans[0][0].trace_id.hex()}: {len(spans)} spans", f"{'begin':>10} {'took':>10}  ms"]
 
@@ -74,17 +74,17 @@ def tree(spans):
             began = (span.start_time_unix_nano - begun) / 1e6
             took = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
             links = "".join(f"  ↩ {names.get(link.span_id, link.span_id.hex())}" for link in span.links)
-            lines.append(f"{began:10.1f} {took:10.1f}  {branch}{names[span.span_id]}  ({service}){links}")
+            lines.append(f"{began:10.1f} {took:10.1f}  {branch}{span.name} {told(span)} ({service}){links}")
             show(span.span_id, "" if not parent else indent + ("   " if last else "│  "))
 
     show(b"", "")
     return "\n".join(lines)
 
 
-def told(span):
+def told(span, shown=SHOWN):
     about = {one.key: plain(one.value) for one in span.attributes}
-    parts = [f"{name}={about[key]}" for key, name in SHOWN.items() if key in about]
-    if span.status.code == Status.STATUS_CODE_ERROR:
+    parts = [f"{name}={about[key]}" for key, name in shown.items() if key in about]
+    if span.status.code == Status.STATUS_CODE_ERROR and shown is SHOWN:
         parts.append(f"ERROR {span.status.message.strip().rpartition(chr(10))[2]!r}")
     return " ".join(parts)
 

@@ -360,6 +360,22 @@ def test_many_spans_of_a_long_job_do_not_wait_for_its_end(memory):
     assert len(handed) == 2 and sum(len(json.loads(some)) for some in handed) == 301
 
 
+def test_a_process_that_a_handler_forked_does_not_write_to_its_pipe(monkeypatch):
+    handed: list[str] = []
+    attempts = Attempts(handed.append, "w", "pool")
+    with attempts.running([{"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}]):
+        monkeypatch.setattr("os.getpid", lambda: -1)
+    assert handed == []
+
+
+def test_what_a_handler_says_is_kept_up_to_a_size(run):
+    def handler(_ctx, _payload):
+        trace.get_current_span().set_attribute("long", "x" * 100_000)
+
+    [span] = run(handler, ("j", 1))
+    assert len(span.attributes["long"]) == 4000
+
+
 def test_a_supervisor_that_is_gone_fails_no_job():
     attempts = Attempts(Mock(side_effect=BrokenPipeError), "w", "pool")
     with attempts.running([{"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}]):
