@@ -69,12 +69,12 @@ class Spans:
     def claimed(
         self, claims: Collection[Claim], since: int, until: int, worker_id: str, pool_id: str | None = None
     ) -> None:
-        """Their wait was over when the claim was begun."""
+        """Their wait was over when the claim was begun. How long it was is counted within the claim's transaction."""
         for claim in claims:
             if not claim.trace_context:
                 continue
             own = _of_claim(claim)
-            waiting = since - round(claim.waited_s * 1e9)
+            waiting = min(until - round(claim.waited_s * 1e9), since)
             self._past("wait", claim.trace_context, waiting, own, until=since)
             where = {"worker.id": worker_id, "pool.id": pool_id}
             self._past("claim", claim.trace_context, since, own | where | _of_lease(claim), until=until)
