@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from orchestrator.store.database import Database
 from orchestrator.store.policies import Copy
 from orchestrator.store.submit import Answer, Verdict, submit_jobs
 from orchestrator.stream.hub import Hub
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry import metrics, tracing
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class Orchestrator:
         self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
         self.remote = RemoteWork(self.db, self.publisher, settings, self.retry_policy, self.terms, self.policies)
         self._ingest = Ingest(self.db, self.hub, settings, self.policies, self.submit, self.holder)
+        self._stop_tracing: Callable[[], None] = lambda: None
 
     def start(self) -> None:
+        self._stop_tracing = tracing.start(self.settings, "gpuorch-serve")
         self.publisher.start()
         self.leader.start()
         self._ingest.start()
@@ -73,6 +75,7 @@ class Orchestrator:
         self.publisher.close()
         self.hub.close()
         self.db.close()
+        self._stop_tracing()
 
     def submit(self, new_jobs: Sequence[NewJob]) -> Future[list[Answer]]:
         """Store jobs; the future has a verdict for each once they are committed."""

@@ -36,6 +36,7 @@ from orchestrator.store.policies import Copy
 from orchestrator.store.submit import PERMANENT, Answer, refusal
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.ingest import Delivery
+from orchestrator.telemetry import tracing
 from orchestrator.triggers import Event, job_body, type_of
 
 log = logging.getLogger(__name__)
@@ -226,11 +227,13 @@ class Ingest:
         most, depth = self._settings.payload_max_bytes, self._settings.payload_max_depth
         event = Event.parse(delivery.entry_id, delivery.fields, ESCAPED * most, depth)
         made: list[NewJob | InvalidInput] = []
-        for name, trigger in triggers.items():
-            try:
-                made.append(NewJob.prepare(job_body(name, trigger.job, event, ENVELOPE + most), most, depth))
-            except InvalidInput as wrong:
-                made.append(wrong)
+        with tracing.submitting(None, **{"orchestrator.origin": "trigger", "event.id": delivery.entry_id}) as traced:
+            for name, trigger in triggers.items():
+                try:
+                    body = job_body(name, trigger.job, event, ENVELOPE + most)
+                    made.append(NewJob.prepare(body, most, depth, traced.context))
+                except InvalidInput as wrong:
+                    made.append(wrong)
         return made
 
     def _outcome(self, held: Pending, begun: Begun, deadline: float) -> OrchestratorError | None:

@@ -24,6 +24,7 @@ from orchestrator.store.database import Database
 from orchestrator.store.outbox import Urgent
 from orchestrator.store.policies import Copy
 from orchestrator.stream.hub import Hub
+from orchestrator.telemetry import tracing
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -98,14 +99,15 @@ class Publisher:
         least, most = self._settings.lane_window_min, self._settings.lane_window_max
         room, total = pace.room(lane.unread(), least, most, time.monotonic()), 0
         while total < room:
-            size = min(room - total, CHUNK)
+            size, since = min(room - total, CHUNK), tracing.moment()
             taken, others = self._db.write(
                 partial(self._take, lane=lane_name, limit=size, urgent=self._urgent(pace, size))
             )
             for other in others:
                 self.nudge(other)
             if taken:
-                lane.announce(taken)
+                with tracing.dispatching(lane_name, taken, since):
+                    lane.announce(taken)
                 total += len(taken)
             pace.filled(len(taken), sum(job.urgent for job in taken), time.monotonic())
             if len(taken) < size:

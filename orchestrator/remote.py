@@ -22,6 +22,7 @@ from orchestrator.store.policies import Copy
 from orchestrator.store.registry import Fetcher
 from orchestrator.store.reports import Ended, Heard, Report
 from orchestrator.store.settle import End, never_started
+from orchestrator.telemetry import tracing
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -76,18 +77,30 @@ class RemoteWork:
         self._reports.close(timeout_s)
 
     def _claim(self, fetches: list[Fetch]) -> list[list[Claim] | OrchestratorError]:
-        claiming = Claiming(fetches, self._claimant, self._policies.book)
+        claiming, since = Claiming(fetches, self._claimant, self._policies.book), tracing.moment()
         answers = self._db.write(claiming)
         self._nudge(claiming.freed)
+        if spans := tracing.spans():
+            for fetch, claims in zip(fetches, answers, strict=True):
+                if not isinstance(claims, OrchestratorError):
+                    spans.claimed(claims, since, tracing.moment(), fetch.worker_id)
         return answers
 
     def _claimant(self, fetcher: Fetcher) -> Claimant:
         return fetcher.as_claimant(lease_ttl_s=self._settings.job_lease_ttl_s, terms=self._terms)
 
     def _write(self, batch: list[Report]) -> list[Ended | Heard | OrchestratorError]:
+        since = tracing.moment()
         answers, freed = self._db.write(lambda conn: self._record(conn, batch))
         waiting = [answer for answer in answers if isinstance(answer, Ended) and answer.status is Status.PENDING]
         self._nudge(freed | {answer.lane for answer in waiting})
+        if spans := tracing.spans():
+            told = [
+                (report, answer) for report, answer in zip(batch, answers, strict=True) if isinstance(answer, Ended)
+            ]
+            for report, answer in told:
+                assert isinstance(report.event, End)
+                spans.settled([(report.event, answer.status)], since, report.worker_id)
         return answers
 
     def _record(self, conn: Connection, batch: list[Report]) -> tuple[list[reports.Answer], set[str]]:

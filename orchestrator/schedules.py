@@ -78,12 +78,14 @@ class ScheduleSpec(BaseModel):
         return spec
 
 
-def recurring_job(template: dict[str, Any], job_id: str, max_bytes: int, max_depth: int) -> NewJob:
+def recurring_job(
+    template: dict[str, Any], job_id: str, max_bytes: int, max_depth: int, trace_context: str | None = None
+) -> NewJob:
     """The job of one firing. Raises InvalidInput."""
     for name, why in _NOT_RECURRING.items():
         if name in template:
             raise InvalidInput(f"job.{name}: {why}", f"job.{name}")
-    return NewJob.prepare(template | {"job_id": job_id}, max_bytes, max_depth)
+    return NewJob.prepare(template | {"job_id": job_id}, max_bytes, max_depth, trace_context)
 
 
 def fire_id(schedule_id: str, at: datetime) -> str:

@@ -143,9 +143,18 @@ def _http_url(url: str) -> str:
     return url
 
 
+def _otlp_url(url: str) -> str:
+    """A bare address means the path that OTLP over HTTP has for spans."""
+    parts = _split(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc or parts.query:
+        raise ValueError("must be http://host:4318 or https://host/PATH, without a password and without ?…")
+    return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
+
+
 DatabaseUrl = Annotated[str, AfterValidator(_database_url)]
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
+OtlpUrl = Annotated[str, AfterValidator(_otlp_url)]
 Host = Annotated[str, AfterValidator(_host)]
 Directory = Annotated[Path, BeforeValidator(_path)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
@@ -160,6 +169,7 @@ Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
 Millis = Annotated[int, Field(gt=0, le=86_400_000)]  # to Redis, BLOCK 0 means for ever
 Port = Annotated[int, Field(ge=0, le=65535)]
+Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 UpTo100 = Annotated[int, Field(ge=1, le=100)]
 UpTo512 = Annotated[int, Field(ge=1, le=512)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -268,6 +278,12 @@ class Settings(BaseModel):
     )
     kubernetes_token_file: FilePath = _is(SERVICE_ACCOUNT / "token", "file of the token for it; read for each request")
     kubernetes_ca_file: FilePath = _is(SERVICE_ACCOUNT / "ca.crt", "file of the authority that signed its certificate")
+    otlp_endpoint: OtlpUrl | None = _is(
+        None, "where spans go, as OTLP over HTTP (http://host:4318); absent: no tracing"
+    )
+    trace_sample_pct: Percent = _is(
+        100.0, "share of submits that are traced, where the caller did not decide, in percent"
+    )
     log_format: LogFormat = _is("console", "console for people, json for machines")
     log_level: LogLevel = _is("info", "debug, info, warning, error or critical")
 

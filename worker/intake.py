@@ -23,6 +23,7 @@ from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
+from orchestrator.telemetry import tracing
 from worker.held import Held
 from worker.ledger import Ledger
 from worker.roster import Roster
@@ -55,6 +56,7 @@ class Intake:
         on_read: Callable[[int, bool], None],
         on_refused: Callable[[Claim, str | None], None],
         on_denied: Callable[[Sequence[NotClaimed]], None],
+        on_claimed: Callable[[Sequence[Claim], int, int], None] = lambda _claims, _since, _until: None,
     ) -> None:
         self._db = db
         self._hub = hub
@@ -67,6 +69,7 @@ class Intake:
         self._on_read = on_read
         self._on_refused = on_refused
         self._on_denied = on_denied
+        self._on_claimed = on_claimed
         self._no_room = no_room
         self._vouched = vouched
         #: Whether the last read brought as much as was asked for, so that the next will probably bring something too.
@@ -169,7 +172,7 @@ class Intake:
 
     def _claim(self, entries: Sequence[Entry]) -> None:
         by_job = {entry.job_id: entry for entry in entries if entry.job_id}
-        started = time.monotonic()
+        started, since = time.monotonic(), tracing.moment()
         try:
             claimed = self._ledger.claim(list(by_job), *self._slots.vacancies()) if by_job else None
             answers = claimed.result(self._patience_s) if claimed else {}
@@ -177,7 +180,7 @@ class Intake:
             # Perhaps committed, perhaps not: asked again, a claim whose answer was lost is found and undone first.
             self._unanswered = [*entries, *self._unanswered]
             raise DatabaseUnavailable(str(away) or "no answer to a claim") from away
-        self._claim_s = time.monotonic() - started
+        self._claim_s, until = time.monotonic() - started, tracing.moment()
         done_with = [entry.entry_id for entry in entries if not entry.job_id or entry is not by_job[entry.job_id]]
         letters = [_letter(entry, "malformed") for entry in entries if not entry.job_id]
         claims = []
@@ -190,6 +193,7 @@ class Intake:
                 claims.append(answer)
         # Slots first: what Redis hears can wait, a free slot should not.
         self._dispatch_all(claims)
+        self._on_claimed(claims, since, until)
         self._on_denied([answer for answer in answers.values() if isinstance(answer, NotClaimed)])
         self._hub.bury(letters)
         self._lane.ack(done_with)

@@ -37,6 +37,7 @@ from orchestrator.store.settle import (
     record,
 )
 from orchestrator.stream.lane import Lane
+from orchestrator.telemetry import tracing
 from worker.acknowledger import Acknowledger
 
 if TYPE_CHECKING:
@@ -174,11 +175,15 @@ class Ledger:
         return [next(replies) if isinstance(item, Offer) else {} for item in items]
 
     def _write(self, turn: _Turn) -> _Written:
+        since = tracing.moment()
         try:
             written = self._db.write(lambda conn: self._turn(conn, turn, checked=False))
         except NotAllOwned:  # rolled back; now find out which
             written = self._db.write(lambda conn: self._turn(conn, turn, checked=True))
         self._on_freed(written.freed)
+        if spans := tracing.spans():
+            ended = [(one.end, one.arrow.target if one.arrow else None) for one in written.settled]
+            spans.settled(ended, since, self._by.worker_id)
         return written
 
     def _turn(self, conn: Connection, turn: _Turn, *, checked: bool) -> _Written:

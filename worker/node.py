@@ -14,6 +14,7 @@ from orchestrator.store.database import Database
 from orchestrator.store.inventory import Findings
 from orchestrator.store.policies import Copy
 from orchestrator.stream.hub import Hub
+from orchestrator.telemetry import tracing
 from worker.acknowledger import Acknowledger
 from worker.custody import end_processes
 from worker.doorbell import Listener
@@ -36,7 +37,8 @@ class Node:
         self.publisher = Publisher(self.db, self.hub, settings, self.policies)
         self.acknowledger = Acknowledger()
         self.starts = Starts()
-        self.nursery = Nursery()
+        self.nursery = Nursery(tracing.PRELOADED if settings.otlp_endpoint else ())
+        self._stop_tracing: Callable[[], None] = lambda: None
         backend = backends.choose(settings.gpu_backend, self.node_id, settings.data_dir)
         self.gpus = Watch(backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
         # A connection of its own: however many posts write at once, no heartbeat waits for one of theirs to be free.
@@ -46,6 +48,7 @@ class Node:
         self._bell = Listener(self.hub.doorbell(), settings, self._hear)
 
     def start(self) -> None:
+        self._stop_tracing = tracing.start(self.settings, "gpuorch-worker")
         self.nursery.start()
         self.publisher.start()
         self.keepalive.start()
@@ -62,6 +65,7 @@ class Node:
         self.hub.close()
         self._heart.close()
         self.db.close()
+        self._stop_tracing()
 
     def _hear(self) -> None:
         self.policies.expire()

@@ -1,10 +1,11 @@
 """Where slots are born: a process that has loaded what all slots need, and forks one whenever it is asked.
 
-    supervisor ──Nursery──▶ python -m worker.nursery FD [PARENT_PID] ──fork──▶ slot, slot, slot …
+    supervisor ──Nursery──▶ python -m worker.nursery FD PARENT_PID [MODULE …] ──fork──▶ slot, slot, slot …
 
 A forked slot is there in milliseconds, and shares its memory with the others: the processor's caches hold the
-interpreter's own data once, not once for each slot, which is most of what a small job costs. The nursery has nothing
-that a slot must not have: no settings, no connection, no thread, no handler.
+interpreter's own data once, not once for each slot, which is most of what a small job costs. A MODULE is one that not
+every supervisor's slots need. The nursery has nothing that a slot must not have: no settings, no connection, no thread,
+no handler.
 
 It is the parent of the slots: they die with it, and it ends when the supervisor's end of its socket is closed; one that
 the supervisor's main thread started is also killed with it, frozen or not. Only the supervisor knows when a slot may be
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -57,7 +59,9 @@ class Child:
 class Nursery:
     """The supervisor's side. Any thread may ask; who does first starts the process, unless `start` did, or it died."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str] = ()) -> None:
+        """`preloaded` are modules that it loads beside those that all slots need."""
+        self._preloaded = preloaded
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
@@ -75,7 +79,7 @@ class Nursery:
     def _living(self) -> _Process:
         with self._lock:
             if self._process is None or self._process.closed:
-                self._process = _Process()
+                self._process = _Process(self._preloaded)
             return self._process
 
     def close(self) -> None:
@@ -88,7 +92,7 @@ class Nursery:
 class _Process:
     """One nursery process: a question, an answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str]) -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.settimeout(PATIENCE_S)
         self._lock = threading.Lock()
@@ -102,7 +106,8 @@ class _Process:
                     "-m",
                     "worker.nursery",
                     str(theirs.fileno()),
-                    *([str(os.getpid())] if lasting else []),
+                    str(os.getpid() if lasting else 0),
+                    *preloaded,
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -154,13 +159,15 @@ def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 def main() -> None:
     """Answer until the supervisor is gone. In a slot, it returns when the slot's life is over."""
-    number, *parent = sys.argv[1:]
-    if parent:
-        wire.die_with_parent(int(parent[0]))
+    number, parent, *modules = sys.argv[1:]
+    if parent != "0":
+        wire.die_with_parent(int(parent))
     end = socket.socket(fileno=int(number))
     os.set_inheritable(end.fileno(), False)
     for stop in (signal.SIGINT, signal.SIGTERM):  # those who stop whole groups mean the supervisor, which drains
         signal.signal(stop, signal.SIG_IGN)
+    for module in modules:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection would write to, and so copy, memory that all slots share
     while True:

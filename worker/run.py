@@ -123,7 +123,12 @@ def _bearer_last(ends: list[End]) -> list[End]:
 
 def _end(claim: Claim, outcome: Outcome, **said: Any) -> End:
     left = Left(Remains.SHARED) if claim.shares else Left()
-    of_claim: Any = {"lease_key": claim.lease_key, "caps": claim.caps, "workflow_id": claim.workflow_id}
+    of_claim: Any = {
+        "lease_key": claim.lease_key,
+        "caps": claim.caps,
+        "workflow_id": claim.workflow_id,
+        "trace_context": claim.trace_context,
+    }
     return End(claim.job_id, claim.attempt, outcome, left=left, **of_claim, **said)
 
 

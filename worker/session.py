@@ -30,6 +30,7 @@ from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
 from orchestrator.store.settle import End, Release, Settled, Start, never_started
 from orchestrator.tally import Sizes, Tally
+from orchestrator.telemetry import tracing
 from worker import host
 from worker.custody import Custody, Departure
 from worker.held import Held
@@ -41,7 +42,7 @@ from worker.node import Node
 from worker.post import Post
 from worker.preload import Preloader
 from worker.questions import Questions
-from worker.run import Batch
+from worker.run import Batch, Run
 from worker.slots import SlotEvents, SlotPool
 from worker.spawner import Spawner
 
@@ -105,6 +106,8 @@ class Session:
                 self._unloaded,
                 self._loaded,
                 self._load_failed,
+                self._died,
+                self._spanned,
             ),
             settings.cancel_step_s,
             self._lifeline,
@@ -150,6 +153,7 @@ class Session:
             on_read=self._read,
             on_refused=self._refused,
             on_denied=self._denied,
+            on_claimed=self._claimed,
         )
 
     def _memory_for(self, type: str) -> int | None:
@@ -160,7 +164,10 @@ class Session:
         return self._slots.memory_for(type)
 
     def _pool_json(self) -> str:
-        return json.dumps({"adapter": self._post.adapter, "variant": self._post.variant})
+        about: dict[str, Any] = {"adapter": self._post.adapter, "variant": self._post.variant}
+        if self._settings.otlp_endpoint:
+            about["tracing"] = {"worker_id": self.worker_id, "pool_id": self._lane.name}
+        return json.dumps(about)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -301,6 +308,18 @@ class Session:
         pinned = claim.type in self._slots.pinned
         self._custody.after(Departure(slot, claim.lease.key, claim.gpus, claim, tuple(ends), keeps, pinned))
 
+    def _died(self, run: Run, ends: Sequence[End]) -> None:
+        if spans := tracing.spans():
+            spans.died(ends, time.monotonic() - run.since, self.worker_id, self._lane.name, run.lead.type)
+
+    def _spanned(self, packed: str) -> None:
+        if spans := tracing.spans():
+            spans.carried(json.loads(packed))
+
+    def _claimed(self, claims: Sequence[Claim], since: int, until: int) -> None:
+        if spans := tracing.spans():
+            spans.claimed(claims, since, until, self.worker_id, self._lane.name)
+
     def _unloaded(self, mark: str) -> None:
         assert self._preloader is not None, "only slots of a pool with a model ask for it"
         self._preloader.add(mark)
@@ -329,6 +348,7 @@ class Session:
         """Claimed, but its slot went away meanwhile, or the memory that its lease speaks of is not there."""
         reason, pause = (no_room, self._settings.gpu_sample_s) if no_room else ("no slot was free any more", 0.0)
         back = never_started(claim.job_id, claim.attempt, reason, claim.lease_key, pause)
+        back = back._replace(trace_context=claim.trace_context)
         if no_room:
             self._node.keepalive.poke()  # the database must hear of it before others get the same answer
         try:

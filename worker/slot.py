@@ -2,7 +2,8 @@
 
     FD LIFELINE_FD FLAGS_FD PARENT_PID RESULT_LIMIT POOL [MODULE …]
 
-are its arguments; POOL is the adapter and the variant of the pool that it belongs to, as JSON.
+are its arguments; POOL is the adapter and the variant of the pool that it belongs to, as JSON, and how to trace, if
+anybody wants that.
 
 It talks to its supervisor over FD and to nothing else: no database, no Redis. Whatever a handler does to this
 process, the supervisor sees it end.
@@ -20,8 +21,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from orchestrator.telemetry import tracing
 from worker import answers, handlers, wire
 from worker.answers import NotVouchedFor
 from worker.context import BatchContext, Context
@@ -30,6 +32,9 @@ from worker.handlers import Cancelled, Permanent, Registered
 from worker.lifeline import Lifeline, end_when_over
 from worker.models import Models
 from worker.results import Page, Result
+
+if TYPE_CHECKING:
+    from orchestrator.telemetry.attempts import Attempts, Running
 
 T = TypeVar("T")
 
@@ -52,6 +57,10 @@ class Slot:
     questions: int = 0
     #: A handler may have threads: one of them asks at a time.
     asking: threading.RLock = field(default_factory=threading.RLock)
+    #: Makes the spans of jobs; None: nobody traces.
+    attempts: Attempts | None = None
+    #: The spans of what runs now.
+    running: Running | None = None
 
     def __post_init__(self) -> None:
         self.models = Models(self.registry)
@@ -105,6 +114,15 @@ class Slot:
     def _run_job(self, job: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
         """Run one job; how it ended, and the result's JSON."""
         self.cancelled = False
+        if self.attempts is None:
+            return self._one(job, body)
+        with self.attempts.running([job]) as self.running:
+            [job["trace_context"]] = self.running.contexts()
+            head, result = self._one(job, body)
+            self.running.ended([head["end"]])
+        return head, result
+
+    def _one(self, job: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
         ctx = self._context(job)
         (ending, result), about = self._under_lease(
             ctx, lambda: answers.of_job(lambda: self._call(ctx, body), self.result_limit)
@@ -113,6 +131,16 @@ class Slot:
 
     def _run_batch(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
         """Run jobs in one call; how each ended, and their results one behind the other."""
+        if self.attempts is None:
+            return self._many(jobs, body)
+        with self.attempts.running(jobs) as self.running:
+            for job, context in zip(jobs, self.running.contexts(), strict=True):
+                job["trace_context"] = context
+            head, results = self._many(jobs, body)
+            self.running.ended(head["ends"])
+        return head, results
+
+    def _many(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
         each = tuple(self._member(place, job) for place, job in enumerate(jobs))
         ctx = BatchContext(each[0].type, each[0].model_id, each[0].device, each, **self.pool)
         said, about = self._under_lease(
@@ -160,8 +188,12 @@ class Slot:
             value = self.models.handler(ctx)(ctx, json.loads(body))
             for job in ctx.jobs:
                 job.flush()
+            if self.running is not None:
+                self.running.returned(value)
             return value
-        except Exception:
+        except Exception as error:
+            if self.running is not None:
+                self.running.raised(error)
             self.models.dismiss_broken(ctx)
             raise
         finally:
@@ -211,9 +243,12 @@ def main() -> None:
     for inherited in (int(fd), int(lifeline_fd), int(flags_fd)):
         os.set_inheritable(inherited, False)
     pipe = wire.Channel(socket.socket(fileno=int(fd)))
+    about = json.loads(pool)
+    traced = about.pop("tracing", None)
+    attempts = tracing.start_slot(lambda spans: pipe.send({"spans": True}, spans), **traced) if traced else None
     try:
         lifeline, flags = Lifeline(int(lifeline_fd)), Flags(int(flags_fd))
-        slot = Slot(pipe, handlers.load(modules), flags, lifeline, int(result_limit), json.loads(pool))
+        slot = Slot(pipe, handlers.load(modules), flags, lifeline, int(result_limit), about, attempts=attempts)
         slot.listen()
         end_when_over(lifeline, lambda: slot.leased, LOOK_EVERY_S)
         slot.run()

@@ -59,6 +59,10 @@ class SlotEvents:
     #: A model was loaded, in so many seconds, or could not be.
     loaded: Callable[[ResidentSlot | None, float], None] = lambda _model, _seconds: None
     load_failed: Callable[[str], None] = lambda _error: None
+    #: The process of these jobs ended under them; `ended` follows.
+    died: Callable[[Run, Sequence[End]], None] = lambda _run, _ends: None
+    #: Spans that were made in a slot, as JSON.
+    spanned: Callable[[str], None] = lambda _spans: None
 
 
 class SlotPool(Roster):
@@ -224,6 +228,8 @@ class SlotPool(Roster):
         elif "load_failed" in head:
             self._events.load_failed(str(head["load_failed"]))
             slot.kill()  # what it has loaded of it must not stay
+        elif "spans" in head:
+            self._events.spanned(body)
         elif slot.run is None:
             return  # late news of a job that was answered for
         elif "progress" in head:
@@ -278,7 +284,9 @@ class SlotPool(Roster):
                 self._free.remove(slot)
             self._changed.notify_all()
         if run is not None:
-            self._events.ended(run.claims, run.ends_of_dead(code), slot.mark, False)
+            ends = run.ends_of_dead(code)
+            self._events.died(run, ends)
+            self._events.ended(run.claims, ends, slot.mark, False)
         elif slot.resident is not None and not slot.inspected:
             self._events.left(slot.resident, slot.mark)
 

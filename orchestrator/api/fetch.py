@@ -15,7 +15,7 @@ from orchestrator.api.backend import Api, Backend
 from orchestrator.api.body import LARGE, documented, read_model
 from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json, utc_text
-from orchestrator.api.submit import ENVELOPE
+from orchestrator.api.submit import ENVELOPE, trace_context
 from orchestrator.api.waiters import unless_gone
 from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.jobs import DEFAULT_LANE, ErrorKind
@@ -122,7 +122,8 @@ async def complete(request: Request, api: Api, job_id: JobId) -> Json:
     """Done, with its result. Again is fine: the first one counts. 409: it was not this attempt's to end."""
     given = await read_model(request, CompleteBody, ENVELOPE + ESCAPED * api.settings.payload_max_bytes)
     result = await _result(request, given.result, api.settings)
-    return await _end(api, given, End(job_id, given.attempt, Outcome.DONE, given.run_seconds, result))
+    end = End(job_id, given.attempt, Outcome.DONE, given.run_seconds, result)
+    return await _end(api, given, end._replace(trace_context=trace_context(request)))
 
 
 @router.post("/{job_id}/fail", openapi_extra=documented(FailBody.model_json_schema()))
@@ -134,7 +135,8 @@ async def fail(request: Request, api: Api, job_id: JobId) -> Json:
     outcome = Outcome.SKIPPED if given.skipped else Outcome.FAILED
     kind = None if given.skipped else ErrorKind(given.kind or "transient")
     end = End(job_id, given.attempt, outcome, given.run_seconds, error_kind=kind, error=given.error)
-    return await _end(api, given, end._replace(retry_after_s=given.retry_after_seconds))
+    end = end._replace(retry_after_s=given.retry_after_seconds, trace_context=trace_context(request))
+    return await _end(api, given, end)
 
 
 async def _claim(request: Request, api: Backend, fetch: Fetch, wait_s: float) -> Sequence[Claim]:

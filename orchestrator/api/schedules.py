@@ -11,7 +11,7 @@ from orchestrator.api.backend import Api
 from orchestrator.api.body import documented, read_json
 from orchestrator.api.ids import ScheduleId
 from orchestrator.api.replies import Json, page_of
-from orchestrator.api.submit import ENVELOPE
+from orchestrator.api.submit import ENVELOPE, submitting
 from orchestrator.errors import InvalidInput
 from orchestrator.jobs import Status
 from orchestrator.jsontext import ESCAPED
@@ -67,7 +67,7 @@ async def delete(api: Api, schedule_id: ScheduleId) -> Json:
 
 
 @router.post("/{schedule_id}/fire", status_code=202)
-async def fire(api: Api, schedule_id: ScheduleId) -> Json:
+async def fire(request: Request, api: Api, schedule_id: ScheduleId) -> Json:
     """Submit its job now, once, enabled or not; its next time stays what it is."""
 
     def look(conn: Any) -> tuple[dict[str, Any], Any]:
@@ -75,8 +75,10 @@ async def fire(api: Api, schedule_id: ScheduleId) -> Json:
 
     template, now = await api.read(look)
     limits = api.settings.payload_max_bytes, api.settings.payload_max_depth
-    job = recurring_job(template, fire_id(schedule_id, now), *limits)
-    [answer] = await api.submit([job])
-    if refused := refusal(job, answer):
-        raise refused
+    with submitting(request) as traced:
+        job = recurring_job(template, fire_id(schedule_id, now), *limits, traced.context)
+        traced.about({"job.id": job.job_id, "job.type": job.spec.type, "orchestrator.schedule": schedule_id})
+        [answer] = await api.submit([job])
+        if refused := refusal(job, answer):
+            raise refused
     return Json({"schedule_id": schedule_id, "job_id": job.job_id, "status": Status.PENDING}, 202)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,6 +17,7 @@ from orchestrator.jobs import JobSpec, NewJob, Status
 from orchestrator.jsontext import ESCAPED
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.submit import Answer, Verdict, refusal
+from orchestrator.telemetry import tracing
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
@@ -24,9 +25,6 @@ router = APIRouter(prefix="/jobs", tags=["jobs"])
 ENVELOPE = 65_536
 #: Largest payloads that fit into one batch together; most are far smaller.
 BATCH_PAYLOADS = 32
-
-# Version, trace id, parent id, flags; ids of zeros mean "none". https://www.w3.org/TR/trace-context/
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 _SPEC = JobSpec.model_json_schema()
 _SPEC["properties"]["priority"] |= {
@@ -45,10 +43,13 @@ _BATCH = {
 async def submit(request: Request, api: Api) -> Json:
     """202: the job is new and stored. 200: this very job was stored before. 409: its id is taken."""
     body = await read_json(request, ENVELOPE + ESCAPED * api.settings.payload_max_bytes)
-    job = prepare(api, body, trace_context(request))
-    [verdict] = await api.submit([job])
-    if refused := refusal(job, verdict):
-        raise refused
+    with submitting(request) as traced:
+        job = prepare(api, body, traced.context)
+        traced.about({"job.id": job.job_id, "job.type": job.spec.type, "job.agent": job.spec.agent})
+        traced.about({"orchestrator.lane": job.spec.pool_id})
+        [verdict] = await api.submit([job])
+        if refused := refusal(job, verdict):
+            raise refused
     if verdict is Verdict.CREATED:
         return Json({"job_id": job.job_id, "status": Status.PENDING, "created": True}, 202)
     status = (await _statuses(api, [job.job_id])).get(job.job_id)
@@ -62,10 +63,11 @@ async def submit_batch(request: Request, api: Api) -> Json:
     """A verdict per item, in order. Refused items do not stop the others, which share one transaction."""
     body = await read_json(request, ENVELOPE + BATCH_PAYLOADS * api.settings.payload_max_bytes)
     items = _items(body, api.settings.batch_max_jobs)
-    context = trace_context(request)
-    prepared = await asyncio.to_thread(lambda: [_try_prepare(api, item, context) for item in items])
-    valid = [job for job in prepared if isinstance(job, NewJob)]
-    verdicts = dict(zip(map(id, valid), await api.submit(valid) if valid else [], strict=True))
+    with submitting(request) as traced:
+        traced.about({"orchestrator.batch.size": len(items)})
+        prepared = await asyncio.to_thread(lambda: [_try_prepare(api, item, traced.context) for item in items])
+        valid = [job for job in prepared if isinstance(job, NewJob)]
+        verdicts = dict(zip(map(id, valid), await api.submit(valid) if valid else [], strict=True))
     existing = [job.job_id for job in valid if verdicts[id(job)] is Verdict.EXISTS]
     statuses = await _statuses(api, existing) if existing else {}
     answers = [_answer(job, verdicts.get(id(job)), statuses) for job in prepared]
@@ -76,10 +78,14 @@ def prepare(api: Backend, body: object, context: str | None) -> NewJob:
     return NewJob.prepare(body, api.settings.payload_max_bytes, api.settings.payload_max_depth, context)
 
 
+def submitting(request: Request) -> AbstractContextManager[tracing.Submit]:
+    """The span of this submit, in the caller's trace."""
+    return tracing.submitting(trace_context(request), **{"http.route": request.scope["route"].path})
+
+
 def trace_context(request: Request) -> str | None:
     """The caller's trace. A malformed one is ignored, as the standard wants it: it must not cost a job."""
-    given = request.headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else None
+    return tracing.accepted(request.headers.get("traceparent"))
 
 
 async def _statuses(api: Backend, job_ids: list[str]) -> dict[str, Status]:

@@ -12,7 +12,7 @@ from orchestrator.api.backend import Api, Backend
 from orchestrator.api.body import documented, read_json, read_model
 from orchestrator.api.ids import JobId, WorkflowId
 from orchestrator.api.replies import Json
-from orchestrator.api.submit import BATCH_PAYLOADS, ENVELOPE, trace_context
+from orchestrator.api.submit import BATCH_PAYLOADS, ENVELOPE, submitting
 from orchestrator.errors import InvalidInput, OrchestratorError
 from orchestrator.names import Name
 from orchestrator.store import audit, flows, workflows
@@ -81,8 +81,10 @@ class Again(BaseModel):
 async def create(request: Request, api: Api) -> Json:
     """202: it is new, and stored with all its tasks. 200: this very one was stored before. 409: its id is taken."""
     body = await read_json(request, ENVELOPE + BATCH_PAYLOADS * api.settings.payload_max_bytes)
-    new = NewWorkflow.prepare(body, Limits.of(api.settings, trace_context(request)))
-    created = await _store(api, lambda conn, db, rules: workflows.create(conn, db, new, rules))
+    with submitting(request) as traced:
+        new = NewWorkflow.prepare(body, Limits.of(api.settings, traced.context))
+        traced.about({"workflow.id": new.workflow_id, "orchestrator.batch.size": len(new.tasks)})
+        created = await _store(api, lambda conn, db, rules: workflows.create(conn, db, new, rules))
     _tell_lanes(api, new.tasks if created else ())
     found = await api.read(lambda conn: workflows.get(conn, new.workflow_id, 500))
     return Json(found | {"created": created}, 202 if created else 200)
@@ -119,8 +121,10 @@ async def add(request: Request, api: Api, workflow_id: WorkflowId) -> Json:
     if not isinstance(body, dict) or set(body) != {"tasks"}:
         raise InvalidInput('the body is {"tasks": [...]}', "tasks")
     agent = await api.read(lambda conn: workflows.agent_of(conn, workflow_id))
-    tasks = prepare_tasks(body["tasks"], workflow_id, agent, Limits.of(api.settings, trace_context(request)))
-    added = await _store(api, lambda conn, db, rules: workflows.add(conn, db, workflow_id, tasks, rules))
+    with submitting(request) as traced:
+        tasks = prepare_tasks(body["tasks"], workflow_id, agent, Limits.of(api.settings, traced.context))
+        traced.about({"workflow.id": workflow_id, "orchestrator.batch.size": len(tasks)})
+        added = await _store(api, lambda conn, db, rules: workflows.add(conn, db, workflow_id, tasks, rules))
     _tell_lanes(api, [task for task in tasks if task.name in added])
     return Json({"workflow_id": workflow_id, "added": added}, 202 if added else 200)
 

@@ -22,6 +22,7 @@ from orchestrator.store import migrate
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now
 from orchestrator.stream import server
+from orchestrator.telemetry import tracing
 
 #: Oldest versions that everything here is tested with.
 OLDEST_DATABASE = {"mysql": (10, 6), "sqlite": (3, 35)}
@@ -59,6 +60,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
             yield from _guarded(check.__name__.strip("_"), lambda check=check: check(db))  # type: ignore[misc]
     yield from _guarded("redis", lambda: _redis(settings))
     yield from _guarded("gpus", lambda: _gpus(settings))
+    yield from _guarded("tracing", lambda: _tracing(settings))
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -114,6 +116,13 @@ def _gpus(settings: Settings) -> Iterator[Finding]:
         gpus = watch.sample()
         yield Finding("gpus", ok=True, detail=f"{settings.gpu_backend}: {watch.about()}; this node has {len(gpus)}")
     yield from map(_gpu, gpus)
+
+
+def _tracing(settings: Settings) -> Iterator[Finding]:
+    """Nothing, where nobody wants it."""
+    if endpoint := settings.otlp_endpoint:
+        answers = tracing.answers(endpoint)
+        yield Finding("tracing", answers, f"{endpoint} {'takes spans' if answers else 'does not take spans'}")
 
 
 def _gpu(gpu: Gpu) -> Finding:

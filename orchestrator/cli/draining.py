@@ -29,6 +29,7 @@ from orchestrator.store import job_reads, nodes
 from orchestrator.store.database import Database
 from orchestrator.store.job_reads import MOST_COUNTED, Left
 from orchestrator.stream.hub import Hub
+from orchestrator.telemetry import tracing
 
 #: Seconds between two looks at what is left.
 LOOK_EVERY_S = 0.5
@@ -77,6 +78,7 @@ def _worker(db: Database, settings: Settings) -> Iterator[Callable[[], bool]]:
     with ExitStack() as running:
         hub = running.enter_context(closing(Hub(settings)))
         hub.ping()
+        running.callback(tracing.start(settings, "gpuorch-run"))
         publisher = Publisher(db, hub, settings)
         leader = LeaderLoop(db, hub, publisher, settings, instance_id())
         running.callback(publisher.close)

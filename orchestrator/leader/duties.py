@@ -31,7 +31,7 @@ from orchestrator.store.reports import Overrun
 from orchestrator.store.settle import record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry import metrics, tracing
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,8 @@ def _reclaim_jobs(context: DutyContext) -> int:
         settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
         rescued += len(settled)
         metrics.recovered(owner.silent_s)
+        if spans := tracing.spans():  # nobody else speaks for them; when they began, nobody knows
+            spans.died([one.end for one in settled if one.arrow], owner.silent_s, dead.worker_id, dead.pool_id)
     return rescued
 
 

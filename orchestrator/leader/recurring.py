@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from orchestrator.errors import StaleEpoch, Unavailable
 from orchestrator.jobs import NewJob, RetryPolicy
@@ -14,6 +15,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import schedules
 from orchestrator.store.admission import Admission
 from orchestrator.store.submit import meeting_nobody
+from orchestrator.telemetry import tracing
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +28,17 @@ def fire_schedules(
     term: Term, settings: Settings, policy: RetryPolicy, admission: Admission, limit: int
 ) -> list[NewJob]:
     """Fire what is due; the jobs that are new. They come in as every submit does."""
-    make = partial(recurring_job, max_bytes=settings.payload_max_bytes, max_depth=settings.payload_max_depth)
+    make = partial(_job, max_bytes=settings.payload_max_bytes, max_depth=settings.payload_max_depth)
     # Looked up under the term: one that was replaced must hear of it also when nothing is due.
     due = term.write(lambda conn: schedules.due(conn, limit))
     parts = [due[first : first + TOGETHER] for first in range(0, len(due), TOGETHER)]
     return [job for part in parts for job in _fire(term, part, make, policy, admission)]
+
+
+def _job(template: dict[str, Any], job_id: str, max_bytes: int, max_depth: int) -> NewJob:
+    """Each begins a trace of its own: nobody called."""
+    with tracing.submitting(None, **{"job.id": job_id, "orchestrator.origin": "schedule"}) as traced:
+        return recurring_job(template, job_id, max_bytes, max_depth, traced.context)
 
 
 def _fire(

@@ -52,6 +52,8 @@ class Claim(NamedTuple):
     caps: tuple[str, ...] = ()
     #: The workflow that it is a task of.
     workflow_id: str | None = None
+    #: Seconds for which it waited: since it was submitted, or since its last attempt was over.
+    waited_s: float = 0.0
 
     @property
     def shares(self) -> bool:
@@ -110,6 +112,7 @@ _OFFERED = Hot(
                 _ALONE,
                 jobs.c.concurrency_keys,
                 jobs.c.workflow_id,
+                seconds_since(jobs.c.updated_at),
             ).label("options"),
         )
         .where(
@@ -143,6 +146,8 @@ class _Offered(NamedTuple):
     alone: int
     concurrency_keys: str | None
     workflow_id: str | None
+    #: Seconds since it was moved last; None: it never was.
+    moved_s: float | None
 
 
 def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
@@ -406,6 +411,7 @@ def _claim_of(row: _Offered, lease: Granted | None, batch: str) -> Claim:
         lease,
         batch,
         workflow_id=row.workflow_id,
+        waited_s=max(row.age_s if row.attempt == 0 or row.moved_s is None else row.moved_s, 0.0),
     )
 
 

@@ -79,6 +79,8 @@ class End(NamedTuple):
     spawned: int = 0
     #: The leader took it from a worker that is lost; nobody saw it end.
     reclaimed: bool = False
+    #: The trace that the job belongs to.
+    trace_context: str | None = None
 
 
 def never_started(
@@ -325,12 +327,12 @@ def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit:
     stops them by then.
     """
     owned = conn.execute(
-        select(jobs.c.job_id, jobs.c.attempt)
+        select(jobs.c.job_id, jobs.c.attempt, jobs.c.trace_context)
         .where(jobs.c.worker_id == dead.owner, jobs.c.status.in_(sorted(job_rules.OWNED)))
         .limit(limit)
         .with_for_update(skip_locked=True)  # whoever holds a row must not hold up the leader: next time, then
     ).all()
     reason = f"worker {dead.worker_id or 'unknown'} stopped sending heartbeats"
-    lost: Any = {"error_kind": ErrorKind.WORKER_LOST, "error": reason, "reclaimed": True}
-    ends = [End(row.job_id, row.attempt, Outcome.FAILED, **lost) for row in owned]
+    lost = End("", 0, Outcome.FAILED, error_kind=ErrorKind.WORKER_LOST, error=reason, reclaimed=True)
+    ends = [lost._replace(**row._asdict()) for row in owned]
     return record(conn, dead, [], ends, policy, keep_leases=True) if ends else []

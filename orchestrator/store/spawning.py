@@ -8,7 +8,7 @@ worker that settled or by the leader: whoever holds that row. What attempts stag
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, and_, delete, or_, select, tuple_, update
@@ -27,6 +27,7 @@ from orchestrator.store.dialect import by_key, upsert
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, spawns, task_edges, task_stages, workflows
 from orchestrator.store.submit import Entering, enter, meeting_nobody, no_policies
+from orchestrator.telemetry import tracing
 from orchestrator.workflows import FlowStatus, Limits
 
 #: Tasks that become jobs in one transaction.
@@ -140,7 +141,8 @@ def make(conn: Connection, db: Database, one: Marked, rules: Rules) -> Made:
 
 def _parent(conn: Connection, marker: Row[Any]) -> Parent:
     columns = (jobs.c.agent, jobs.c.lane, jobs.c.priority, jobs.c.trace_context)
-    return Parent(marker.workflow_id, *conn.execute(select(*columns).where(jobs.c.job_id == marker.job_id)).one())
+    found = Parent(marker.workflow_id, *conn.execute(select(*columns).where(jobs.c.job_id == marker.job_id)).one())
+    return replace(found, trace_context=tracing.added_by(found.trace_context, marker.job_id, marker.attempt))
 
 
 def _insert(

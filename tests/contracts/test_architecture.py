@@ -28,6 +28,7 @@ DOORS = {
     "grpc": ("orchestrator/scaler/",),
     "google": ("orchestrator/scaler/",),
     "prometheus_client": ("orchestrator/telemetry/", "orchestrator/api/"),
+    "opentelemetry": ("orchestrator/telemetry/",),
     "worker": ("worker/", "orchestrator/cli/"),
 }
 #: Files that must know which database they talk to.

@@ -27,6 +27,7 @@ from orchestrator.cli.servers import stop_on_sigterm, undisturbed
 from orchestrator.embedded import DataDir
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.settings import Settings
+from tests.receiver import receiving
 from tests.servers import free_port
 from tests.waiting import wait_until
 
@@ -260,6 +261,16 @@ def test_doctor(valkey_server, capsys):
     assert run(healthy) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("✓ ") for line in lines) and len(lines) == 7, lines
+
+
+def test_doctor_tries_where_spans_should_go(valkey_server, capsys, monkeypatch):
+    with receiving() as receiver:
+        monkeypatch.setenv("ORCH_OTLP_ENDPOINT", receiver.url)
+        run(["doctor", "--redis-url", valkey_server.url, "--gpus", "none"])
+        assert f"✓ tracing: {receiver.url}/v1/traces takes spans" in capsys.readouterr().out
+        receiver.broken = True
+        assert run(["doctor", "--redis-url", valkey_server.url, "--gpus", "none"]) == 1
+        assert f"✗ tracing: {receiver.url}/v1/traces does not take spans" in capsys.readouterr().out
 
 
 def test_doctor_says_what_is_broken(capsys):

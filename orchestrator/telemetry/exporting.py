@@ -1,0 +1,83 @@
+"""Spans on their way out: a bounded queue, a thread, and patience with nobody.
+
+A receiver that is away or hangs costs spans and nothing else: those that find no room are dropped, and a warning says
+so once in a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+log = logging.getLogger(__name__)
+# It has a line for each try of each batch.
+logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+
+#: Spans that wait to be sent, and how many of them one request takes.
+QUEUE, BATCH = 8192, 512
+#: Milliseconds after which a span is sent.
+LINGER_MS = 500
+#: Seconds for one batch, all tries of it included.
+EXPORT_S = 5.0
+#: Seconds that the end of a process may take for what is not sent yet.
+CLOSE_S = 2.0
+#: Seconds between two warnings that spans are lost.
+WARN_EVERY_S = 60.0
+
+
+class Patient(SpanExporter):
+    """Sends spans, and bears that it cannot; says so once in a while."""
+
+    def __init__(self, inner: SpanExporter, endpoint: str) -> None:
+        self._inner = inner
+        self._endpoint = endpoint
+        self._lost = 0
+        self._warn_at = float("-inf")
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        try:
+            sent = self._inner.export(spans)
+        except Exception as error:  # noqa: BLE001 - whatever a network can do
+            log.debug("export broke", extra={"error": str(error)})
+            sent = SpanExportResult.FAILURE
+        if sent is not SpanExportResult.SUCCESS:
+            self._lose(len(spans))
+        return sent
+
+    def _lose(self, count: int) -> None:
+        self._lost += count
+        if time.monotonic() >= self._warn_at:
+            log.warning("spans lost", extra={"spans": self._lost, "endpoint": self._endpoint})
+            self._lost, self._warn_at = 0, time.monotonic() + WARN_EVERY_S
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return self._inner.force_flush(timeout_millis)
+
+
+def exporter_to(endpoint: str) -> SpanExporter:
+    return Patient(OTLPSpanExporter(endpoint, timeout=EXPORT_S), endpoint)
+
+
+def probe(endpoint: str) -> bool:
+    """Whether it takes a request without any span."""
+    return OTLPSpanExporter(endpoint, timeout=CLOSE_S).export(()) is SpanExportResult.SUCCESS
+
+
+def queue_to(exporter: SpanExporter) -> BatchSpanProcessor:
+    return BatchSpanProcessor(exporter, QUEUE, schedule_delay_millis=LINGER_MS, max_export_batch_size=BATCH)
+
+
+def close(queue: BatchSpanProcessor) -> None:
+    """Send what waits, within `CLOSE_S`. Whoever is left then is a daemon, and ends with the process."""
+    closing = threading.Thread(target=queue.shutdown, name="trace-close", daemon=True)
+    closing.start()
+    closing.join(CLOSE_S)

@@ -1,0 +1,39 @@
+"""The receiver for the terminal: spans in, trees out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrator.store.claim import Claim
+from orchestrator.store.settle import End, Outcome
+from orchestrator.telemetry import exporting, tracing
+from orchestrator.telemetry.spans import Spans
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "trace_tree.py"
+
+
+def test_a_trace_is_printed_as_a_tree():
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), "--port", "0", "--quiet", "0.5", "--traces", "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as printing:
+        assert printing.stdout is not None
+        endpoint = printing.stdout.readline().split()[-1]
+        spans = Spans(exporting.exporter_to(endpoint), "test")
+        with spans.submitting(None, {}) as submit:
+            claim = Claim("j", 1, "t", "{}", "a", None, None, submit.context, None)
+            lost = [End("j", n, Outcome.FAILED, error="killed", trace_context=submit.context) for n in (1, 2)]
+            spans.claimed([claim], tracing.moment(), tracing.moment(), "w")
+            spans.died(lost[:1], 0.0, "w")
+            spans.died(lost[1:], 0.0, "w")
+        spans.close()
+        lines = [line.rstrip() for line in printing.stdout.read().splitlines() if line]
+    assert lines[0] == f"trace {tracing.trace_id_of(submit.context)}: 5 spans"
+    tree = [line[23:] for line in lines[2:]]
+    assert tree[0] == "submit  (test)"
+    assert sorted(tree[1:3]) == ["├─ claim attempt=1 lease=none (test)", "├─ wait attempt=1 (test)"]
+    assert tree[3:] == [
+        "├─ job attempt=1 outcome=failed ERROR 'killed' (test)",
+        "└─ job attempt=2 outcome=failed ERROR 'killed' (test)  ↩ job attempt=1",
+    ]

@@ -1,0 +1,35 @@
+"""Handlers that use the span they are given."""
+
+from pathlib import Path
+from typing import Any
+
+from opentelemetry import trace
+
+from worker import Context, handler
+
+
+@handler("traced")
+def traced(ctx: Context, payload: dict[str, Any]) -> str | None:
+    """Marks its span, makes one below it, fails as often as it is told to; its result is the trace that it saw."""
+    trace.get_current_span().set_attribute("tokens", 7)
+    with trace.get_tracer(__name__).start_as_current_span("decode"):
+        trace.get_current_span().add_event("half way")
+    if ctx.attempt <= payload.get("times", 0):
+        raise ValueError("not yet")
+    return ctx.trace_context
+
+
+@handler("traced-batch", batch=8, batch_wait_ms=1000)
+def traced_batch(ctx: Any, payloads: list[dict[str, Any]]) -> list[Any]:
+    trace.get_current_span().add_event("together")
+    Path(payloads[0]["seen"]).write_text(str(len(payloads)))
+    return [
+        ValueError("a bad one") if one.get("bad") else job.trace_context
+        for one, job in zip(payloads, ctx.jobs, strict=True)
+    ]
+
+
+@handler("traced-adding")
+def adding(ctx: Context, payload: dict[str, Any]) -> None:
+    for _ in range(2):
+        ctx.spawn("traced")
