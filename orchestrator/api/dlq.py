@@ -104,7 +104,7 @@ async def redrive(request: Request, api: Api) -> Json:
         return only_looked(counts, "redriven", ids)
 
     def start_over(batch: Sequence[str], first: int, conn: Any) -> Removed:
-        return dead_letters.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate), None)
+        return dead_letters.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate))
 
     redriven = await in_batches(api, ids, start_over)
     metrics.retried("redrive", redriven)
@@ -125,7 +125,7 @@ async def purge(request: Request, api: Api) -> Json:
         return only_looked(counts, "purged", ids)
 
     def forget(batch: Sequence[str], _first: int, conn: Any) -> Removed:
-        return dead_letters.purge(conn, batch, None)
+        return dead_letters.purge(conn, batch)
 
     purged = await in_batches(api, ids, forget)
     return Json(counts | {"purged": purged, "dry_run": False})

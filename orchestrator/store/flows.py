@@ -98,14 +98,13 @@ def end(
     workflow_id: str,
     status: FlowStatus,
     reason: str | None = None,
-    actor: str | None = None,
     **values: Any,
 ) -> None:
     """It is over, and why if not because all is done; it is locked. `values` are what else changes in its row."""
     over = {"status": status, "reason": reason and reason[:255], "finished_at": utc_now(), "expires_at": None}
     change(conn, workflow_id, **over, **values)
     details = {"reason": reason[:500]} if reason else {}
-    audit.record(conn, [event(str(status), workflow_id, actor, **details)])
+    audit.record(conn, [event(str(status), workflow_id, **details)])
 
 
 def reopened(flow: Flow) -> dict[str, Any]:

@@ -262,11 +262,11 @@ LETTERS_READ = {
     "count of an agent": (lambda c: dead_letters.count(c, _AGENT), "ANY", LETTERS),
     "count of a type": (lambda c: dead_letters.count(c, dead_letters.Filter(type="type-3")), "ANY", LETTERS),
     "redrive": (
-        lambda c: dead_letters.redrive(c, [f"dead-{i:06}" for i in range(50)], 3, lambda _n: 0.0, None),
+        lambda c: dead_letters.redrive(c, [f"dead-{i:06}" for i in range(50)], 3, lambda _n: 0.0),
         "PRIMARY",
         50,
     ),
-    "purge": (lambda c: dead_letters.purge(c, [f"dead-{i:06}" for i in range(50)], None), "PRIMARY", 50),
+    "purge": (lambda c: dead_letters.purge(c, [f"dead-{i:06}" for i in range(50)]), "PRIMARY", 50),
 }
 
 
