@@ -14,11 +14,13 @@ from functools import partial
 from orchestrator import jobs as job_rules
 from orchestrator.errors import RedisUnavailable, UnknownDuty
 from orchestrator.jobs import OWNED, ErrorKind, Queued, RetryPolicy, Status
+from orchestrator.leader import retention
 from orchestrator.leader.autosize import Autosize
 from orchestrator.leader.reconcile import reconcile_pools
 from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
 from orchestrator.leader.recurring import fire_schedules
 from orchestrator.leader.replicas import Replicas
+from orchestrator.leader.retention import Walked
 from orchestrator.leader.term import Term
 from orchestrator.leader.workflows import Walks, tend
 from orchestrator.publisher import Publisher
@@ -64,6 +66,7 @@ class DutyContext:
     waited_for: str = ""
     walk: gatekeeper.Walk = field(default_factory=gatekeeper.Walk)
     unfinished: Walks = field(default_factory=dict)
+    retained: Walked = field(default_factory=Walked)
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.settings)
@@ -126,6 +129,11 @@ def purge_leases(context: DutyContext) -> int:
     ended = context.term.write(lambda conn: leases.purge(conn, BATCH, context.settings.gpu_stale_s))
     forgotten = context.term.write(lambda conn: leases.forget(conn, KEEP_ENDED_LEASES_S, BATCH))
     return max(ended, forgotten)
+
+
+def forget_old(context: DutyContext) -> int:
+    """Delete results, jobs, workflows and rows of the audit that were kept as long as they should be."""
+    return retention.forget_old(context.term, context.settings, context.retained)
 
 
 def forget_workers(context: DutyContext) -> int:
@@ -321,6 +329,7 @@ DUTIES = (
     Duty("workflows", lambda settings: settings.publish_interval_s, tend_workflows),
     Duty("schedules", lambda _settings: SCHEDULES_INTERVAL_S, fire_due),
     Duty("forget_workers", lambda _settings: FORGET_INTERVAL_S, forget_workers),
+    Duty("retention", lambda settings: settings.retention_interval_s, forget_old),
     Duty("forget_caps", lambda _settings: FORGET_INTERVAL_S, forget_caps),
 )
 

@@ -57,7 +57,7 @@ class Walk:
         """
         flows.hold_growth(conn, workflow_id)
         flow = flows.lock_one(conn, workflow_id)
-        if flow.sweep is None:
+        if flow.sweep in (None, flows.FORGET):
             return replace(self, after=None)
         after, left = (self.after, self.left) if flow.sweep == self.sweep else (None, 0)
         step = restart_some(conn, flow, after) if flow.sweep == flows.RETRY else cancel_some(conn, flow, after)

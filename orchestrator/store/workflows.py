@@ -330,6 +330,8 @@ def _idle(conn: Connection, workflow_id: str) -> Flow:
     flow = flows.lock_one(conn, workflow_id)
     if flow.sweep in (flows.PENDING, flows.ALL):
         raise WorkflowBusy(workflow_id, "its tasks are being stopped still")
+    if flow.sweep == flows.FORGET:
+        raise WorkflowNotFound(workflow_id)
     return flow
 
 

@@ -311,6 +311,6 @@ def test_a_user_without_a_name_acts_as_well(monkeypatch):
     def nameless() -> str:
         raise KeyError("uid not found")
 
-    monkeypatch.setattr(actors.getpass, "getuser", nameless)
-    monkeypatch.setattr(actors.os, "getuid", lambda: 12345)
+    monkeypatch.setattr("getpass.getuser", nameless)
+    monkeypatch.setattr("os.getuid", lambda: 12345)
     assert actors.of_user() == "cli:12345"
