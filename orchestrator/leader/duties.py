@@ -34,7 +34,7 @@ from orchestrator.store.reports import Overrun
 from orchestrator.store.settle import Settled, record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry import life, metrics
 
 log = logging.getLogger(__name__)
 
@@ -151,13 +151,16 @@ def _reclaim_jobs(context: DutyContext) -> int:
     timeout = context.settings.worker_timeout_s
     # A young term may follow an outage of the database, in which nobody could send heartbeats: let them first.
     if context.term.age_s > timeout:
-        context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH))
+        for lost in context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH)):
+            about = {"worker_id": lost.worker_id, "pool_id": lost.pool_id, "node_id": lost.node_id}
+            log.warning("worker lost", extra=about)
     rescued = 0
     for owner in context.term.db.read(lambda conn: nodes.dead_owners(conn, BATCH)):
         dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
         settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
         rescued += len(settled)
         _count(settled)
+        life.settled(settled, worker_id=dead.worker_id, pool_id=dead.pool_id)
         metrics.recovered(owner.silent_s)
     return rescued
 
@@ -183,7 +186,7 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     idle = lane.take_idle(context.cursors.get(lane.name, "0-0"), context.settings.claim_idle_ms, BATCH)
     context.cursors[lane.name] = idle.cursor
     if idle.deleted:  # `repair` finds the jobs that waited behind them
-        log.warning("entries vanished from the stream", extra={"lane": lane.name, "entries": len(idle.deleted)})
+        log.warning("entries vanished from the stream", extra={"pool_id": lane.name, "entries": len(idle.deleted)})
     ids = [entry.job_id for entry in idle.entries if entry.job_id]
     status = context.term.db.read(lambda conn: statuses(conn, ids)) if ids else {}
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
@@ -233,9 +236,11 @@ def _end_for_others(context: DutyContext, attempts: Sequence[Overrun]) -> None:
     for by in {attempt.by.worker_id: attempt.by for attempt in attempts}.values():
         ends = [attempt.end for attempt in attempts if attempt.by.worker_id == by.worker_id]
         write = partial(record, by=by, starts=[], ends=ends, policy=context.retry_policy)
-        for settled in context.term.write(write):
-            if settled.arrow is job_rules.RETRY:
-                metrics.retried(str(settled.end.error_kind))
+        settled = context.term.write(write)
+        life.settled(settled, worker_id=by.worker_id, pool_id=by.pool_id)
+        for item in settled:
+            if item.arrow is job_rules.RETRY:
+                metrics.retried(str(item.end.error_kind))
 
 
 def keep_caps(context: DutyContext) -> int:
@@ -260,7 +265,10 @@ def forget_caps(context: DutyContext) -> int:
 
 def expire(context: DutyContext) -> int:
     """End jobs whose deadline passed while they waited."""
-    return context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
+    expired = context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
+    if expired:
+        log.warning("jobs expired", extra={"jobs": expired})
+    return expired
 
 
 def tend_gates(context: DutyContext) -> int:

@@ -100,7 +100,9 @@ class Candidate:
             try:
                 self._db.write(lambda conn: leadership.resign(conn, term.lock_name, term.epoch, self.holder))
             except OrchestratorError as away:
-                log.warning("could not resign", extra={"error": str(away)})
+                log.warning("could not resign", extra={"epoch": term.epoch, "error": str(away)})
+            else:
+                log.info("resigned", extra={"epoch": term.epoch})
         self._drop_lock()
 
     def _stand(self) -> None:

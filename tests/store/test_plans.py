@@ -283,6 +283,7 @@ def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name
     assert "filesort" not in step["Extra"] or most < 10, dict(step)
 
 
+_FLOW = flows.Flow("nobody", "done", 1, 0, 1, 0, None, "a", None)
 #: name → (call, most rows read in all), of looks for what is old
 FORGETTING = {
     "results": (lambda c: retention.forget_results(c, 0.0), 2 * retention.ROWS),
@@ -293,7 +294,6 @@ FORGETTING = {
     "tasks of a workflow": (lambda c: retention._letters(c, _FLOW), 1),
     "what is given up": (retention.given_up, 1),
 }
-_FLOW = flows.Flow("nobody", "done", 1, 0, 1, 0, None, "a", None)
 
 
 @pytest.mark.parametrize("name", FORGETTING)
