@@ -102,7 +102,8 @@ class ResultNotFound(NotFound):
     code = "result_not_found"
 
     def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(f"job {job_id!r} is {status} and has no result")
+        lost = " any more: results are kept for retention_results_s" if status == "done" else ""
+        super().__init__(f"job {job_id!r} is {status} and has no result{lost}")
         self.status = status
 
 

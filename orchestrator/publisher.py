@@ -153,9 +153,9 @@ class Publisher:
                     self.publish(lane)
                 except Unavailable as away:
                     # Nothing is lost: the rows stay, and the leader's timer publishes them later.
-                    log.warning("publish failed", extra={"lane": lane, "error": str(away)})
+                    log.warning("publish failed", extra={"pool_id": lane, "error": str(away)})
                 except Exception:
-                    log.exception("publisher broke", extra={"lane": lane})
+                    log.exception("publisher broke", extra={"pool_id": lane})
 
     def _forgotten(self, idle: set[str]) -> set[str]:
         """Of these lanes, those with jobs that nobody announced."""

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import OrchestratorError
+from orchestrator import jobs
+from orchestrator.errors import JobCancelled, OrchestratorError
 from orchestrator.jobs import RetryPolicy, Status
 from orchestrator.leases import Terms
 from orchestrator.publisher import Publisher
@@ -21,8 +22,8 @@ from orchestrator.store.moves import Claimant
 from orchestrator.store.policies import Copy
 from orchestrator.store.registry import Fetcher
 from orchestrator.store.reports import Ended, Heard, Report
-from orchestrator.store.settle import End, never_started
-from orchestrator.telemetry import tracing
+from orchestrator.store.settle import End, Outcome, never_started
+from orchestrator.telemetry import life, tracing
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -94,6 +95,7 @@ class RemoteWork:
         answers, freed = self._db.write(lambda conn: self._record(conn, batch))
         waiting = [answer for answer in answers if isinstance(answer, Ended) and answer.status is Status.PENDING]
         self._nudge(freed | {answer.lane for answer in waiting})
+        _tell(batch, answers)
         if spans := tracing.spans():
             told = [
                 (report, answer) for report, answer in zip(batch, answers, strict=True) if isinstance(answer, Ended)
@@ -110,3 +112,18 @@ class RemoteWork:
     def _nudge(self, lanes: Collection[str]) -> None:
         for lane in lanes:
             self._publisher.nudge(lane)
+
+
+_ARROWS = {arrow.target: arrow for arrow in (jobs.FINISH, jobs.SKIP, jobs.FAIL, jobs.BURY, jobs.STOP, jobs.RETRY)}
+
+
+def _tell(batch: Sequence[Report], answers: Sequence[reports.Answer]) -> None:
+    """The lines about jobs that ended."""
+    for report, answer in zip(batch, answers, strict=True):
+        end = report.event
+        if not isinstance(end, End) or not isinstance(answer, Ended | JobCancelled):
+            continue
+        arrow = jobs.STOP if isinstance(answer, JobCancelled) else _ARROWS[answer.status]
+        arrow = jobs.HAND_BACK if arrow is jobs.RETRY and end.outcome is Outcome.HANDED_BACK else arrow
+        pool_id = answer.lane if isinstance(answer, Ended) else None
+        life.ended(arrow, end, end.error_kind, worker_id=report.worker_id, pool_id=pool_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -269,6 +270,14 @@ class Settings(BaseModel):
     )
     pool_drain_s: SecondsOrZero = _is(300.0, "time running jobs get when a pool or node is drained, by default")
     purge_interval_s: Seconds = _is(1.0, "how often the leader removes expired leases")
+    retention_jobs_s: SecondsOrZero = _is(
+        2_592_000.0, "jobs and workflows are kept this long after their end (30 days); 0: for ever"
+    )
+    retention_results_s: SecondsOrZero = _is(
+        2_592_000.0, "results are kept this long (30 days), and no longer than their jobs; 0: for ever"
+    )
+    retention_audit_s: SecondsOrZero = _is(7_776_000.0, "rows of the audit are kept this long (90 days); 0: for ever")
+    retention_interval_s: Seconds = _is(60.0, "how often the leader looks for what need not be kept any more")
     kubernetes_url: HttpUrl = _is("https://kubernetes.default.svc", "where pools of the provider kubernetes are scaled")
     kubernetes_namespace: Name = _is(
         "default", "namespace of pod_name, and of Deployments unless a pool says otherwise"
@@ -358,11 +367,15 @@ RELATIONS = (
     Relation("lane_window_min", 1, "lane_window_max", "the window needs room"),
     Relation("retry_base_s", 1, "retry_cap_s", "the first wait is not above the longest"),
     Relation("publish_interval_s", 2, "republish_after_s", "what was just sent must not be sent twice"),
+    Relation("retention_results_s", 1, "retention_jobs_s", "a result goes with its job at the latest"),
+    Relation("lease_ttl_s", 1, "retention_jobs_s", "the lease of a job that is forgotten must be over"),
 )
 
 
 def _number(settings: Settings, key: str) -> float:
     value: float = getattr(settings, key)
+    if key.startswith("retention_") and not value:
+        return math.inf  # kept for ever
     return value / 1000 if key.endswith("_ms") else value
 
 

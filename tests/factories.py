@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import event, insert, select, update
+from sqlalchemy import Connection, event, insert, select, update
 
+from orchestrator.actors import acting
 from orchestrator.gpu import Gpu, GpuProcess
 from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
 from orchestrator.leases import ResidentSlot, Terms
@@ -280,3 +281,9 @@ def traffic(db: Database) -> Iterator[Traffic]:
 def active_leases(db: Database) -> list[Any]:
     query = select(schema.leases).where(schema.leases.c.state == "active")
     return list(db.read(lambda conn: conn.execute(query).all()))
+
+
+def write_as(actor: str, db: Database, work: Callable[[Connection], T]) -> T:
+    """In a transaction, by somebody."""
+    with acting(actor):
+        return db.write(work)

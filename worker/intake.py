@@ -23,7 +23,8 @@ from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Entry, Lane, LaneReader
-from orchestrator.telemetry import tracing
+from orchestrator.telemetry import logs, tracing
+from orchestrator.telemetry.life import about
 from worker.held import Held
 from worker.ledger import Ledger
 from worker.roster import Roster
@@ -80,7 +81,7 @@ class Intake:
         # A claim waits while ends are written, however long the database is away; then it is asked for again.
         self._patience_s = 10 * settings.db_timeout_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="intake", daemon=True)
+        self._thread = logs.thread(self._loop, "intake")
 
     def start(self) -> None:
         self._thread.start()
@@ -106,7 +107,7 @@ class Intake:
             except Unavailable as away:
                 failures += 1
                 pause = random.uniform(0.5, 1.0) * min(0.1 * 2**failures, MAX_PAUSE_S)
-                log.warning("intake pauses", extra={"seconds": round(pause, 2), "error": str(away)})
+                log.warning("intake pauses", extra={"pause_s": round(pause, 2), "error": str(away)})
                 self._stop.wait(pause)
             except Exception:
                 # A bug must not end the thread that feeds the slots; it is shown, and the entries stay pending.
@@ -213,7 +214,7 @@ class Intake:
             return self._slots.dispatch(batch)
         except Exception:
             # One job that cannot be sent must not strand those behind it: claimed, and running nowhere.
-            log.exception("dispatch broke", extra={"job_id": batch[0].job_id})
+            log.exception("dispatch broke", extra=about(batch[0]))
             return False
 
     def _leave(self) -> None:

@@ -175,7 +175,8 @@ class Keepalive:
                 first, second = _halves(beats)
                 return self._say(first, started, whole=False) | self._say(second, started, whole=False)
             if isinstance(error, OrchestratorError):
-                log.warning("heartbeat failed", extra={"error": str(error)})
+                worker_id = next(iter(beats)).worker_id if len(beats) == 1 else None
+                log.warning("heartbeat failed", extra={"worker_id": worker_id, "error": str(error)})
             else:
                 log.exception("heartbeat broke", extra={"worker_id": next(iter(beats)).worker_id})
             for pulse in beats:
@@ -200,13 +201,13 @@ class Keepalive:
             return False
         if name in heard.missed:
             held = DatabaseUnavailable(f"somebody holds the row of worker {name}")
-            log.warning("heartbeat failed", extra={"error": str(held)})
+            log.warning("heartbeat failed", extra={"worker_id": name, "error": str(held)})
             pulse.fail(held)
             return False
         pulse.said = beat
         _tell(pulse, lambda: pulse.lifeline.vouch(started + self._settings.worker_timeout_s))
         if name in heard.unrenewed:
-            log.warning("leases not extended: somebody holds the row of one", extra={"worker_id": name})
+            log.warning("leases not extended, somebody holds the row of one", extra={"worker_id": name})
         else:
             _tell(pulse, lambda: self._extend(pulse, started))
         if outcome.cancelled:
@@ -220,7 +221,7 @@ class Keepalive:
     def _note_progress(self, heard: dict[Pulse, Beat]) -> None:
         reports = {pulse.worker_id: beat for pulse, beat in heard.items() if beat.progress}
         if reports:
-            self._try("progress not written", lambda conn: nodes.note_progress(conn, reports))
+            self._try("progress", lambda conn: nodes.note_progress(conn, reports))
 
     def _take_stock(self, heard: dict[Pulse, Beat], running: frozenset[str]) -> None:
         taken_at = time.monotonic()
@@ -241,20 +242,20 @@ class Keepalive:
                 taken_at=taken_at,
             )
 
-        findings = self._try("GPUs not written", work)
+        findings = self._try("GPUs", work)
         if findings is not None:
             for pulse in heard:
                 _tell(pulse, partial(pulse.on_sampled, sample, findings))
             self._on_found(findings)
 
-    def _try(self, otherwise: str, work: Callable[[Connection], T]) -> T | None:
+    def _try(self, what: str, work: Callable[[Connection], T]) -> T | None:
         """Write what may miss a beat: nobody is given up for it."""
         try:
             return self._db.write(work, self._patience_s)
         except OrchestratorError as error:
-            log.warning(otherwise, extra={"error": str(error)})
+            log.warning("not written", extra={"item": what, "error": str(error)})
         except Exception:
-            log.exception(otherwise)
+            log.exception("not written", extra={"item": what})
         return None
 
     def _give_up(self, pulse: Pulse) -> None:
@@ -262,7 +263,7 @@ class Keepalive:
         with self._lock:
             self._pulses = [other for other in self._pulses if other is not pulse]
         lost = WorkerLost(pulse.worker_id)
-        log.error("declared dead", extra={"error": str(lost)})
+        log.error("declared dead", extra={"worker_id": pulse.worker_id, "error": str(lost)})
         if pulse.first.done():
             pulse.on_lost()
         pulse.fail(lost)

@@ -140,7 +140,7 @@ class Ledger:
     def close(self, timeout_s: float) -> None:
         """Write what waits; give up on it after `timeout_s` (the leader then finds those jobs unowned)."""
         if not self._batcher.close(timeout_s):
-            log.error("gave up on unwritten results", extra={"after_s": timeout_s})
+            log.error("gave up on unwritten results", extra={"pause_s": timeout_s})
             self._give_up.set()
             self._batcher.close(timeout_s)
         self._acks.flush(timeout_s)
@@ -159,7 +159,7 @@ class Ledger:
             if len(items) > 1 or offers:
                 raise  # the batcher finds the one at fault
             # The database would refuse this very end for ever: the job must not stay owned that long.
-            log.exception("could not be written", extra={"note": repr(items[0])[:200]})
+            log.exception("could not be written", extra=_about(notes[0].event))
             if releases:  # nobody else ends that lease, and our heartbeats would renew it
                 self._on_stuck()
             settled, answers = self._write_failure(_Turn([], [_unwritable(end, error) for end in ends], [])), []
@@ -250,3 +250,10 @@ def _with_origin(end: End, entry_id: str) -> End:
 def _unwritable(end: End, error: Exception) -> End:
     reason = f"its end could not be stored: {type(error).__name__}"
     return end._replace(outcome=Outcome.FAILED, result=None, error_kind=ErrorKind.BAD_RESULT, error=reason)
+
+
+def _about(event: Start | End | Release) -> dict[str, object]:
+    """Which job it is about, and nothing of what it says."""
+    if isinstance(event, Release):
+        return {"item": "Release"}
+    return {"item": type(event).__name__, "job_id": event.job_id, "attempt": event.attempt}

@@ -75,4 +75,6 @@ class Node:
     def _found(self, findings: Findings) -> None:
         end_processes(findings.orphans)
         for uuid in findings.quarantined:
-            log.error("GPU quarantined: memory did not come back", extra={"gpu": uuid, "runbook": "gpu-quarantine"})
+            log.error(
+                "GPU quarantined, its memory did not come back", extra={"gpu_uuid": uuid, "runbook": "gpu-quarantine"}
+            )

@@ -18,6 +18,7 @@ from orchestrator.store import grants
 from orchestrator.store.database import Database
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import Left, Release
+from orchestrator.telemetry import logs
 from worker.post import Model
 from worker.roster import Roster
 
@@ -50,7 +51,7 @@ class Preloader:
         #: Why the last slot could not be loaded; None when nothing is wrong. And whether it only lacks memory.
         self.trouble: str | None = None
         self.blocked = False
-        self._thread = threading.Thread(target=self._loop, name="preload", daemon=True)
+        self._thread = logs.thread(self._loop, "preload")
 
     def start(self) -> None:
         """Its worker is registered: leases can be had."""
@@ -67,7 +68,7 @@ class Preloader:
 
     def failed(self, error: str) -> None:
         self.trouble = error
-        log.error("model does not load", extra={"type": self._model.type, "error": error[:500]})
+        log.error("model does not load", extra={"job_type": self._model.type, "error": error[:500]})
 
     def close(self) -> None:
         self._stop.set()

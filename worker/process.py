@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.leases import GpuShare, ResidentSlot
 from orchestrator.store.claim import Claim
+from orchestrator.telemetry.life import about
 from worker import wire
 from worker.flags import Flags
 from worker.lifeline import Lifeline
@@ -103,7 +104,7 @@ class SlotProcess:
             self.kill()  # it died just now, and whoever watches it answers for the job
         except Exception:
             # Too large for a frame, or for our memory. Its slot answers for it already, so it must end it, too.
-            log.exception("not sent", extra={"job_id": batch[0].job_id})
+            log.exception("not sent", extra=about(batch[0]))
             self.kill()
 
     def send(self, head: dict[str, Any], body: str = "") -> None:

@@ -12,6 +12,7 @@ from orchestrator.store import inputs, ownership, spawning
 from orchestrator.store.claim import Claim
 from orchestrator.store.database import Database
 from orchestrator.store.spawning import Parent
+from orchestrator.telemetry.life import about
 from orchestrator.workflows import Limits
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Questions:
         except InvalidInput as wrong:
             return question | {"refused": wrong.message}, ""
         except Exception as error:  # noqa: BLE001 - whatever it was
-            log.warning("no answer", extra={"job_id": claim.job_id, "asked": head.get("asks"), "error": str(error)})
+            log.warning("no answer", extra={"asked": head.get("asks"), "error": str(error)} | about(claim))
             return question | {"failed": f"{type(error).__name__}: {error}"[:500]}, ""
         return question | found, text
 

@@ -84,6 +84,7 @@ class Service:
 
     def _one_session(self) -> None:
         session = self._next_session()
+        about = {"worker_id": session.worker_id, "pool_id": self.post.pool_id}
         try:
             session.begin()
             while not (session.over.wait(1.0) or self._leaving.is_set()):
@@ -93,9 +94,12 @@ class Service:
                 session.end()
                 return
         except OrchestratorError as away:  # its servers are away, or it was declared dead before its first heartbeat
-            log.warning("worker waits for its servers", extra={"error": str(away), "pool_id": self.post.pool_id})
+            log.warning(
+                "worker waits for its servers",
+                extra={"error": str(away), **about},
+            )
         except Exception:
-            log.exception("session broke", extra={"pool_id": self.post.pool_id})
+            log.exception("session broke", extra=about)
         session.abandon()
         if not session.lost:
             self._leaving.wait(RETRY_EVERY_S)

@@ -30,7 +30,8 @@ from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
 from orchestrator.store.settle import End, Release, Settled, Start, never_started
 from orchestrator.tally import Sizes, Tally
-from orchestrator.telemetry import tracing
+from orchestrator.telemetry import life, logs, tracing
+from orchestrator.telemetry.life import about
 from worker import host
 from worker.custody import Custody, Departure
 from worker.held import Held
@@ -75,14 +76,22 @@ class Session:
         self._leave_by = math.inf
         self._load_s: float | None = None
         self._lifeline = Lifeline()
-        #: Its part in the node's heartbeats, once it is registered.
-        self._pulse: Pulse | None = None
-        # Apart from the slots' thread, which must never wait for the database.
-        self._asking = ThreadPoolExecutor(1, thread_name_prefix="questions")
-        self._questions = Questions(node.db, settings, self.worker_id, self._lane.name)
-        self._spawner = Spawner(node.db, settings, node.policies, self._publisher.nudge)
         self.over = threading.Event()
         self.lost = False
+        #: By job whose attempt ended, until that is written down.
+        self._traces: dict[str, str] = {}
+        #: Its part in the node's heartbeats, once it is registered.
+        self._pulse: Pulse | None = None
+        with logs.bind(worker_id=self.worker_id, pool_id=self._lane.name):
+            self._create()
+
+    def _create(self) -> None:
+        """Everything that works under this id; the threads of it tell it in their lines."""
+        node, settings = self._node, self._settings
+        # Apart from the slots' thread, which must never wait for the database.
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="questions", initializer=logs.inherited())
+        self._questions = Questions(node.db, settings, self.worker_id, self._lane.name)
+        self._spawner = Spawner(node.db, settings, node.policies, self._publisher.nudge)
         self._slots = self._new_slots()
         self._preloader = self._new_preloader()
         self._custody = Custody(node.gpus, self._slots, self._write_down)
@@ -198,7 +207,7 @@ class Session:
         largest = max(self._slots.batching.sizes.values(), default=0)
         self._publisher.reaches(self._lane.name, self._settings.worker_slots * largest)
         self._publisher.nudge(self._lane.name)
-        log.info("worker ready", extra={"worker_id": self.worker_id, "lane": self._lane.name})
+        log.info("worker ready", extra={"worker_id": self.worker_id, "pool_id": self._lane.name})
 
     def _describe(self) -> Worker:
         return Worker(
@@ -255,7 +264,8 @@ class Session:
             self._publisher.publish(self._lane.name)
             self._lane.forget_consumer(self.worker_id)
         except Unavailable as away:
-            log.warning("left without a word", extra={"error": str(away)})  # the leader notices the silence
+            extra = {"worker_id": self.worker_id, "pool_id": self._lane.name, "error": str(away)}
+            log.warning("left without a word", extra=extra)  # the leader notices the silence
 
     def _finish_or_hand_back(self) -> None:
         """In steps: whoever drains may lose patience meanwhile.
@@ -299,6 +309,9 @@ class Session:
 
     def _ended(self, batch: Batch, ends: Sequence[End], slot: str, keeps: bool) -> None:
         claim = batch[0]
+        for one in batch:
+            if trace := logs.trace_id(one.trace_context):
+                self._traces[one.job_id] = trace
         if claim.batch:
             self._batch_sizes.setdefault(claim.type, Sizes()).count(len(batch))
         if claim.lease is None or not claim.gpus:
@@ -354,7 +367,7 @@ class Session:
         try:
             self._write_down(back)
         except Overloaded:  # the session ended while the claim was being committed: the leader finds the job
-            log.warning("left a claimed job behind", extra={"job_id": claim.job_id})
+            log.warning("left a claimed job behind", extra=about(claim))
 
     def _put_back(self, batch: Batch) -> None:
         for claim in batch:
@@ -400,6 +413,9 @@ class Session:
 
     def _settled(self, settled: Sequence[Settled]) -> None:
         self._held.drop([item.end.job_id for item in settled])
+        life.settled(settled, self._traces.get)
+        for item in settled if self._traces else ():
+            self._traces.pop(item.end.job_id, None)
         self._counts["done"] += sum(item.arrow in (FINISH, SKIP) for item in settled)
         self._counts["failed"] += sum(item.arrow in (FAIL, BURY, RETRY) for item in settled)
         for item in settled:

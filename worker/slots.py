@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import selectors
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
+from orchestrator.telemetry import logs
 from worker.hand import BRIEF_S
 from worker.handlers import Batching
 from worker.lifeline import Lifeline
@@ -96,7 +96,7 @@ class SlotPool(Roster):
         os.set_blocking(self._wake_w, False)
         self._respawn_at = 0.0
         self._looked_at_clocks = 0.0
-        self._thread = threading.Thread(target=self._loop, name="slots", daemon=True)
+        self._thread = logs.thread(self._loop, "slots")
 
     def start(self) -> None:
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
@@ -295,7 +295,7 @@ class SlotPool(Roster):
         delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
         self._respawn_at = time.monotonic() + delay
         self.trouble = f"{why}; next try in {delay:g} s"
-        log.error("slot does not start", extra={"reason": why, "next_try_s": delay})
+        log.error("slot does not start", extra={"reason": why, "pause_s": delay})
 
     def _drain(self, slot: SlotProcess) -> None:
         """Hear what it said just before its end: the job may have finished."""

@@ -16,6 +16,7 @@ from orchestrator.store import spawning
 from orchestrator.store.database import Database
 from orchestrator.store.policies import Copy
 from orchestrator.store.spawning import Marked
+from orchestrator.telemetry import logs
 from orchestrator.workflows import Limits
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class Spawner:
         self._rules = spawning.Rules(RetryPolicy.of(settings), Limits.of(settings), policies.book)
         self._nudge = nudge
         self._over = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="spawner")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="spawner", initializer=logs.inherited())
 
     def add(self, job_id: str, attempt: int) -> None:
         """This attempt succeeded, and added tasks."""
@@ -52,4 +53,4 @@ class Spawner:
                 elif not made.more:
                     return
         except Exception as error:  # noqa: BLE001 - whatever it was, the leader tries as well
-            log.warning("left to the leader", extra={"job_id": one.job_id, "error": str(error)})
+            log.warning("left to the leader", extra={"job_id": one.job_id, "attempt": one.attempt, "error": str(error)})

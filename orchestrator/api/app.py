@@ -29,6 +29,7 @@ from orchestrator.api import (
     workflows,
 )
 from orchestrator.api.backend import Backend
+from orchestrator.api.caller import Caller
 from orchestrator.api.guard import Guard
 from orchestrator.api.replies import Json
 from orchestrator.daemon import Orchestrator
@@ -74,6 +75,7 @@ def create_app(orchestrator: Orchestrator) -> FastAPI:
     )
     app.state.backend = Backend(orchestrator)
     problems.install(app)
+    app.add_middleware(Caller)
     app.add_middleware(Guard, bound_host=orchestrator.settings.host)
     for module in NOUNS:
         app.include_router(module.router)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
 
@@ -14,18 +15,22 @@ from orchestrator.api.probes import Probe, Probes
 from orchestrator.api.teller import Teller
 from orchestrator.api.waiters import Waiters
 from orchestrator.daemon import Orchestrator
-from orchestrator.errors import DatabaseUnavailable
+from orchestrator.errors import DatabaseUnavailable, OrchestratorError
 from orchestrator.jobs import NewJob
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.store import dispatch, job_reads, leases
 from orchestrator.store.claim import Claim
+from orchestrator.store.database import Database
 from orchestrator.store.dead_letters import Removed
 from orchestrator.store.dispatch import Fetch
 from orchestrator.store.reports import Ended, Heard, Report, Sign
 from orchestrator.store.settle import End
-from orchestrator.store.submit import Answer
+from orchestrator.store.submit import MAX_RUNS, Answer, MetOthers
+from orchestrator.store.workflows import Rules
 
 T = TypeVar("T")
+#: (connection, database, rules) → what was stored.
+Entry: TypeAlias = Callable[[Any, Database, Rules], T]
 
 #: Seconds for which statistics are good enough, however many ask.
 STATS_S = 1.0
@@ -56,6 +61,33 @@ class Backend:
         future = self.orchestrator.submit(jobs)
         # What was refused at once, under a flood, need not wake the loop to say so.
         return future.result() if future.done() else await self._limited(asyncio.wrap_future(future))
+
+    async def enter(self, work: Entry[T]) -> T:
+        """As every submit, but in one transaction with whatever else `work` writes: all or none."""
+        orchestrator = self.orchestrator
+        ruling = orchestrator.admission.ruling()
+        rules = Rules(orchestrator.retry_policy, ruling.decide, orchestrator.policies.book)
+        for run in range(1, MAX_RUNS + 1):
+            try:
+                answer = await self.write(lambda conn: work(conn, orchestrator.db, rules))
+            except MetOthers:  # rolled back; the next run finds what they inserted
+                if run == MAX_RUNS:
+                    raise
+            except OrchestratorError:
+                ruling.rolled_back()
+                raise
+            else:
+                if answer:
+                    ruling.committed()
+                return answer
+        raise AssertionError  # the last run returns or raises
+
+    def entered(self, jobs: Sequence[NewJob]) -> None:
+        """These were stored: their lanes have work, and gates perhaps somebody to let go."""
+        for lane in {job.spec.pool_id for job in jobs}:
+            self.orchestrator.publisher.nudge(lane)
+        if any(job.spec.constraints or job.spec.cost_units for job in jobs):
+            self.orchestrator.leader.hurry("gates")
 
     async def lease(self, request: LeaseRequest) -> Granted | Denied:
         future = self.orchestrator.lease(request)
@@ -127,7 +159,8 @@ class Backend:
         return await self.read(lambda conn: dispatch.openings(conn, worker_ids, policies.book(conn)))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await self._limited(asyncio.get_running_loop().run_in_executor(self._threads, call))
+        context = contextvars.copy_context()  # who asks; an executor's threads would not know
+        return await self._limited(asyncio.get_running_loop().run_in_executor(self._threads, context.run, call))
 
     async def _limited(self, answer: Awaitable[T]) -> T:
         limit = self.settings.db_timeout_s

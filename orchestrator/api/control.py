@@ -15,7 +15,7 @@ from orchestrator.errors import NodeNotFound, NotLeader, PolicyNotFound
 from orchestrator.names import Name
 from orchestrator.policies import PausePolicy, Scope
 from orchestrator.pools import PoolState
-from orchestrator.store import crews, gates, leadership, policies, pools
+from orchestrator.store import audit, crews, gates, leadership, policies, pools
 from orchestrator.store.leadership import Leadership
 
 router = APIRouter(prefix="/control", tags=["control"])
@@ -130,7 +130,7 @@ async def pause(request: Request, api: Api) -> Json:
     """Start nothing of it until it is resumed; what runs goes on. Submits are refused (503) or, by `queue`, kept."""
     body = await read_model(request, PauseBody, BODY_LIMIT)
     policy = PausePolicy(reason=body.reason, action=body.action)
-    version = await api.write(lambda conn: policies.put(conn, Scope.PAUSE, body.key, policy, None))
+    version = await api.write(lambda conn: policies.put(conn, Scope.PAUSE, body.key, policy))
     api.policies_changed()
     return Json({"key": body.key, "paused": True, "version": version} | policy.model_dump())
 
@@ -142,7 +142,7 @@ async def resume(request: Request, api: Api) -> Json:
 
     def end(conn: Any) -> tuple[bool, list[str]]:
         try:
-            policies.remove(conn, Scope.PAUSE, body.key, None)
+            policies.remove(conn, Scope.PAUSE, body.key)
             was_paused = True
         except PolicyNotFound:
             was_paused = False
@@ -178,6 +178,7 @@ async def reconcile(api: Api) -> Json:
     if not leading:
         term = await _term(api)
         raise NotLeader(term.holder if term.alive else None)
+    await api.write(lambda conn: audit.record(conn, [audit.Event("control.reconcile")]))
     return Json({"hurried": True, "holder": api.orchestrator.holder}, 202)
 
 

@@ -103,7 +103,7 @@ async def redrive(request: Request, api: Api) -> Json:
         return only_looked(counts, "redriven", ids)
 
     def start_over(batch: Sequence[str], first: int, conn: Any) -> Removed:
-        return dead_letters.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate), None)
+        return dead_letters.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate))
 
     redriven = await in_batches(api, ids, start_over)
     return Json(counts | {"redriven": redriven, "dry_run": False})
@@ -123,7 +123,7 @@ async def purge(request: Request, api: Api) -> Json:
         return only_looked(counts, "purged", ids)
 
     def forget(batch: Sequence[str], _first: int, conn: Any) -> Removed:
-        return dead_letters.purge(conn, batch, None)
+        return dead_letters.purge(conn, batch)
 
     purged = await in_batches(api, ids, forget)
     return Json(counts | {"purged": purged, "dry_run": False})

@@ -74,7 +74,7 @@ async def retry_failed(request: Request, api: Api) -> Json:
         return only_looked(counts, "redriven", ids)
 
     def start_over(batch: Sequence[str], first: int, conn: Any) -> Removed:
-        return failures.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate), None)
+        return failures.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate))
 
     redriven = await in_batches(api, ids, start_over)
     return Json(counts | {"redriven": redriven, "dry_run": False})
@@ -102,7 +102,7 @@ async def retry(api: Api, job_id: JobId) -> Json:
     """
     nth = await api.read(lambda conn: job_reads.redrives(conn, job_id)) + 1
     most = api.settings.redrive_max
-    removed = await api.write(lambda conn: dead_letters.redrive_one(conn, job_id, most, None, nth))
+    removed = await api.write(lambda conn: dead_letters.redrive_one(conn, job_id, most, nth))
     api.left_the_dead(removed)
     return Json({"job_id": job_id, "status": Status.PENDING, "redrives": nth})
 

@@ -50,13 +50,13 @@ async def _get(api: Backend, scope: Scope, name: str) -> Json:
 
 async def _put(request: Request, api: Backend, scope: Scope, name: str) -> Json:
     document = parse(scope, await read_json(request, BODY_LIMIT))
-    version = await api.write(lambda conn: policies.put(conn, scope, named(scope, name), document, None))
+    version = await api.write(lambda conn: policies.put(conn, scope, named(scope, name), document))
     api.policies_changed()
     return Json(_told(scope, name, version, document.model_dump(exclude_unset=True)))
 
 
 async def _delete(api: Backend, scope: Scope, name: str) -> Json:
-    await api.write(lambda conn: policies.remove(conn, scope, named(scope, name), None))
+    await api.write(lambda conn: policies.remove(conn, scope, named(scope, name)))
     api.policies_changed()
     return Json({"scope": scope, "name": name, "deleted": True})
 
@@ -70,7 +70,7 @@ async def _roll_back(request: Request, api: Backend, scope: Scope, name: str) ->
     wanted = await read_model(request, RollbackBody, BODY_LIMIT)
 
     def work(conn: Any) -> dict[str, Any]:
-        version = policies.roll_back(conn, scope, named(scope, name), wanted.version, None)
+        version = policies.roll_back(conn, scope, named(scope, name), wanted.version)
         document = None if version is None else policies.get(conn, scope, name)["document"]
         return _told(scope, name, version, document)
 

@@ -19,7 +19,7 @@ from orchestrator.names import Name
 from orchestrator.schedules import MAX_ID, ScheduleSpec, fire_id, recurring_job
 from orchestrator.store import schedules
 from orchestrator.store.dialect import clock
-from orchestrator.store.submit import refusal
+from orchestrator.store.submit import Verdict, refusal
 
 router = APIRouter(prefix="/schedules", tags=["schedules"])
 
@@ -53,7 +53,7 @@ async def put(request: Request, api: Api, schedule_id: ScheduleId) -> Json:
     spec = ScheduleSpec.parse(body, api.settings.payload_max_bytes, api.settings.payload_max_depth)
 
     def work(conn: Any) -> tuple[bool, dict[str, Any]]:
-        return schedules.put(conn, schedule_id, spec, None), schedules.get(conn, schedule_id)
+        return schedules.put(conn, schedule_id, spec), schedules.get(conn, schedule_id)
 
     created, schedule = await api.write(work)
     return Json(schedule, 201 if created else 200)
@@ -62,7 +62,7 @@ async def put(request: Request, api: Api, schedule_id: ScheduleId) -> Json:
 @router.delete("/{schedule_id}")
 async def delete(api: Api, schedule_id: ScheduleId) -> Json:
     """Forget it; jobs that it made stay."""
-    await api.write(lambda conn: schedules.remove(conn, schedule_id, None))
+    await api.write(lambda conn: schedules.remove(conn, schedule_id))
     return Json({"schedule_id": schedule_id, "deleted": True})
 
 
@@ -78,7 +78,8 @@ async def fire(request: Request, api: Api, schedule_id: ScheduleId) -> Json:
     with submitting(request) as traced:
         job = recurring_job(template, fire_id(schedule_id, now), *limits, traced.context)
         traced.about({"job.id": job.job_id, "job.type": job.spec.type, "orchestrator.schedule": schedule_id})
-        [answer] = await api.submit([job])
+        answer = await api.enter(lambda conn, db, rules: schedules.fire_now(conn, db, schedule_id, job, rules))
         if refused := refusal(job, answer):
             raise refused
+    api.entered([job] if answer is Verdict.CREATED else ())
     return Json({"schedule_id": schedule_id, "job_id": job.job_id, "status": Status.PENDING}, 202)

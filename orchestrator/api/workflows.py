@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,23 +12,17 @@ from orchestrator.api.body import documented, read_json, read_model
 from orchestrator.api.ids import JobId, WorkflowId
 from orchestrator.api.replies import Json
 from orchestrator.api.submit import BATCH_PAYLOADS, ENVELOPE, submitting
-from orchestrator.errors import InvalidInput, OrchestratorError
+from orchestrator.errors import InvalidInput
 from orchestrator.names import Name
 from orchestrator.store import audit, flows, workflows
-from orchestrator.store.database import Database
 from orchestrator.store.inputs import page as inputs_of
-from orchestrator.store.submit import MAX_RUNS, MetOthers
 from orchestrator.store.sweeping import Walk
-from orchestrator.workflows import FlowStatus, Limits, NewWorkflow, Task, WorkflowBody, prepare_tasks
+from orchestrator.workflows import FlowStatus, Limits, NewWorkflow, WorkflowBody, prepare_tasks
 
 router = APIRouter(tags=["workflows"])
 
 #: Bytes of a body that names a task.
 BODY_LIMIT = 4096
-
-R = TypeVar("R")
-#: (connection, database, rules) → what was stored.
-Work: TypeAlias = Callable[[Any, Database, workflows.Rules], R]
 
 _TASKS = {
     "type": "object",
@@ -84,8 +77,8 @@ async def create(request: Request, api: Api) -> Json:
     with submitting(request) as traced:
         new = NewWorkflow.prepare(body, Limits.of(api.settings, traced.context))
         traced.about({"workflow.id": new.workflow_id, "orchestrator.batch.size": len(new.tasks)})
-        created = await _store(api, lambda conn, db, rules: workflows.create(conn, db, new, rules))
-    _tell_lanes(api, new.tasks if created else ())
+        created = await api.enter(lambda conn, db, rules: workflows.create(conn, db, new, rules))
+    api.entered([task.job for task in new.tasks] if created else ())
     found = await api.read(lambda conn: workflows.get(conn, new.workflow_id, 500))
     return Json(found | {"created": created}, 202 if created else 200)
 
@@ -124,8 +117,8 @@ async def add(request: Request, api: Api, workflow_id: WorkflowId) -> Json:
     with submitting(request) as traced:
         tasks = prepare_tasks(body["tasks"], workflow_id, agent, Limits.of(api.settings, traced.context))
         traced.about({"workflow.id": workflow_id, "orchestrator.batch.size": len(tasks)})
-        added = await _store(api, lambda conn, db, rules: workflows.add(conn, db, workflow_id, tasks, rules))
-    _tell_lanes(api, [task for task in tasks if task.name in added])
+        added = await api.enter(lambda conn, db, rules: workflows.add(conn, db, workflow_id, tasks, rules))
+    api.entered([task.job for task in tasks if task.name in added])
     return Json({"workflow_id": workflow_id, "added": added}, 202 if added else 200)
 
 
@@ -160,34 +153,6 @@ async def inputs(api: Api, job_id: JobId, query: Annotated[InputsQuery, Query()]
     found = await api.read(lambda conn: inputs_of(conn, job_id, query.after, query.name))
     shown = [one.document() for one in found.inputs]
     return Json({"inputs": shown, "next_after": found.inputs[-1].position if found.more else None})
-
-
-async def _store(api: Backend, work: Work[R]) -> R:
-    """As every submit: decided about in the transaction that stores them, all or none."""
-    orchestrator = api.orchestrator
-    ruling = orchestrator.admission.ruling()
-    rules = workflows.Rules(orchestrator.retry_policy, ruling.decide, orchestrator.policies.book)
-    for run in range(1, MAX_RUNS + 1):
-        try:
-            answer = await api.write(lambda conn: work(conn, orchestrator.db, rules))
-        except MetOthers:  # rolled back; the next run finds what they inserted
-            if run == MAX_RUNS:
-                raise
-        except OrchestratorError:
-            ruling.rolled_back()
-            raise
-        else:
-            if answer:
-                ruling.committed()
-            return answer
-    raise AssertionError  # the last run returns or raises
-
-
-def _tell_lanes(api: Backend, tasks: Sequence[Task]) -> None:
-    for lane in {task.job.spec.pool_id for task in tasks}:
-        api.orchestrator.publisher.nudge(lane)
-    if any(task.job.spec.constraints or task.job.spec.cost_units for task in tasks):
-        api.orchestrator.leader.hurry("gates")
 
 
 def _tell(api: Backend, walk: Walk) -> None:

@@ -57,7 +57,7 @@ class WorkerChild:
             self.code = code
             steady = time.monotonic() - started > STEADY_S
             backoff_s = BACKOFF_S if steady else backoff_s
-            log.warning("the worker ended; starting it again", extra={"code": code, "in_s": backoff_s})
+            log.warning("worker ended, starting it again", extra={"exit_code": code, "pause_s": backoff_s})
             self._stopping.wait(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 

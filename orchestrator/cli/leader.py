@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from orchestrator import actors
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json, print_record
 from orchestrator.cli.schema import opened, require_schema
@@ -12,7 +13,7 @@ from orchestrator.identity import instance_id
 from orchestrator.leader import duties, term
 from orchestrator.leader.duties import DUTIES, DutyContext
 from orchestrator.publisher import Publisher
-from orchestrator.store import leadership
+from orchestrator.store import audit, leadership
 from orchestrator.stream.hub import Hub
 
 
@@ -48,7 +49,9 @@ def duty(loaded: Loaded, name: str, *, once: bool, as_json: bool) -> None:
     with opened(loaded.settings) as db:
         require_schema(db)
         publisher = Publisher(db, hub, loaded.settings)
-        mine = term.borrow(db, loaded.settings, instance_id())
+        with actors.acting(actors.of_user()):
+            mine = term.borrow(db, loaded.settings, instance_id())
+        db.write(lambda conn: audit.record(conn, [audit.Event("duty.run", actor=mine.actor, details={"duty": name})]))
         count = found.run(DutyContext(mine, hub, publisher, loaded.settings))
     hub.close()
     if as_json:

@@ -14,6 +14,7 @@ from orchestrator.cli.options import OF_WORKERS, with_settings
 from orchestrator.cli.schema import opened, require_schema
 from orchestrator.config import Loaded
 from orchestrator.errors import Unavailable
+from orchestrator.identity import node_id
 from orchestrator.settings import Settings
 from orchestrator.telemetry import logs
 
@@ -41,7 +42,7 @@ def worker(loaded: Loaded) -> int:
     # The worker imports the orchestrator, never the reverse, save this command.
     from worker.supervisor import run
 
-    logs.configure(loaded.settings)
+    logs.configure(loaded.settings, node_id=node_id(loaded.settings))
     _require_tables(loaded.settings)
     # Handlers are found beside the person who starts the worker, as with `python -m`.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a text, as sys.path holds

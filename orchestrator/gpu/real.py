@@ -223,7 +223,7 @@ class NvmlGpus(Sampling):
     def _tell_refused(self, refused: list[NvmlError]) -> None:
         reasons = [reason_of(error.name)[1] for error in refused]
         if reasons and reasons != self._refused:
-            log.warning("the driver lists GPUs that it does not identify", extra={"reasons": reasons})
+            log.warning("the driver lists GPUs that it does not identify", extra={"reason": "; ".join(reasons)})
         self._refused = reasons
 
 

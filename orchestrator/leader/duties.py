@@ -13,11 +13,13 @@ from functools import partial
 
 from orchestrator.errors import RedisUnavailable, UnknownDuty
 from orchestrator.jobs import OWNED, Queued, RetryPolicy, Status
+from orchestrator.leader import retention
 from orchestrator.leader.autosize import Autosize
 from orchestrator.leader.reconcile import reconcile_pools
 from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
 from orchestrator.leader.recurring import fire_schedules
 from orchestrator.leader.replicas import Replicas
+from orchestrator.leader.retention import Walked
 from orchestrator.leader.term import Term
 from orchestrator.leader.workflows import Walks, tend
 from orchestrator.publisher import Publisher
@@ -31,7 +33,7 @@ from orchestrator.store.reports import Overrun
 from orchestrator.store.settle import record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
-from orchestrator.telemetry import metrics, tracing
+from orchestrator.telemetry import life, metrics, tracing
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class DutyContext:
     waited_for: str = ""
     walk: gatekeeper.Walk = field(default_factory=gatekeeper.Walk)
     unfinished: Walks = field(default_factory=dict)
+    retained: Walked = field(default_factory=Walked)
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.settings)
@@ -129,6 +132,11 @@ def purge_leases(context: DutyContext) -> int:
     return max(ended, forgotten)
 
 
+def forget_old(context: DutyContext) -> int:
+    """Delete results, jobs, workflows and rows of the audit that were kept as long as they should be."""
+    return retention.forget_old(context.term, context.settings, context.retained)
+
+
 def forget_workers(context: DutyContext) -> int:
     """Forget workers that ended days ago: every start of a supervisor makes new ones."""
     return context.term.write(lambda conn: nodes.forget(conn, KEEP_ENDED_WORKERS_S, BATCH))
@@ -144,12 +152,15 @@ def _reclaim_jobs(context: DutyContext) -> int:
     timeout = context.settings.worker_timeout_s
     # A young term may follow an outage of the database, in which nobody could send heartbeats: let them first.
     if context.term.age_s > timeout:
-        context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH))
+        for lost in context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH)):
+            about = {"worker_id": lost.worker_id, "pool_id": lost.pool_id, "node_id": lost.node_id}
+            log.warning("worker lost", extra=about)
     rescued = 0
     for owner in context.term.db.read(lambda conn: nodes.dead_owners(conn, BATCH)):
         dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
         settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
         rescued += len(settled)
+        life.settled(settled, worker_id=dead.worker_id, pool_id=dead.pool_id)
         metrics.recovered(owner.silent_s)
         if spans := tracing.spans():  # nobody else speaks for them; when they began, nobody knows
             spans.died([one.end for one in settled if one.arrow], owner.silent_s, dead.worker_id, dead.pool_id)
@@ -165,7 +176,7 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     idle = lane.take_idle(context.cursors.get(lane.name, "0-0"), context.settings.claim_idle_ms, BATCH)
     context.cursors[lane.name] = idle.cursor
     if idle.deleted:  # `repair` finds the jobs that waited behind them
-        log.warning("entries vanished from the stream", extra={"lane": lane.name, "entries": len(idle.deleted)})
+        log.warning("entries vanished from the stream", extra={"pool_id": lane.name, "entries": len(idle.deleted)})
     ids = [entry.job_id for entry in idle.entries if entry.job_id]
     status = context.term.db.read(lambda conn: statuses(conn, ids)) if ids else {}
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
@@ -215,7 +226,7 @@ def _end_for_others(context: DutyContext, attempts: Sequence[Overrun]) -> None:
     for by in {attempt.by.worker_id: attempt.by for attempt in attempts}.values():
         ends = [attempt.end for attempt in attempts if attempt.by.worker_id == by.worker_id]
         write = partial(record, by=by, starts=[], ends=ends, policy=context.retry_policy)
-        context.term.write(write)
+        life.settled(context.term.write(write), worker_id=by.worker_id, pool_id=by.pool_id)
 
 
 def keep_caps(context: DutyContext) -> int:
@@ -240,7 +251,10 @@ def forget_caps(context: DutyContext) -> int:
 
 def expire(context: DutyContext) -> int:
     """End jobs whose deadline passed while they waited."""
-    return context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
+    expired = context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
+    if expired:
+        log.warning("jobs expired", extra={"jobs": expired})
+    return expired
 
 
 def tend_gates(context: DutyContext) -> int:
@@ -316,6 +330,7 @@ DUTIES = (
     Duty("schedules", lambda _settings: SCHEDULES_INTERVAL_S, fire_due),
     Duty("tally", lambda _settings: TALLY_INTERVAL_S, tally),
     Duty("forget_workers", lambda _settings: FORGET_INTERVAL_S, forget_workers),
+    Duty("retention", lambda settings: settings.retention_interval_s, forget_old),
     Duty("forget_caps", lambda _settings: FORGET_INTERVAL_S, forget_caps),
 )
 

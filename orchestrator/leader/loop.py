@@ -17,7 +17,7 @@ from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry import logs, metrics
 
 log = logging.getLogger(__name__)
 
@@ -118,17 +118,17 @@ class LeaderLoop:
         return self._context
 
     def _run(self, duty: Duty, context: DutyContext) -> int:
-        with metrics.duty(duty.name):
+        with metrics.duty(duty.name), logs.bind(duty=duty.name, epoch=context.term.epoch):
             try:
                 return duty.run(context)
             except StaleEpoch as stale:
                 self._candidate.refused_by(stale.newest)
-                log.warning("a newer leader works already", extra={"duty": duty.name, "epoch": context.term.epoch})
+                log.warning("a newer leader works already")
             except OrchestratorError as away:
                 metrics.duty_failed(duty.name)
-                log.warning("duty failed", extra={"duty": duty.name, "error": str(away)})
+                log.warning("duty failed", extra={"error": str(away)})
             except Exception:
                 # A bug in one duty must not end the others; it is counted and shown with its trace.
                 metrics.duty_failed(duty.name)
-                log.exception("duty broke", extra={"duty": duty.name})
+                log.exception("duty broke")
         return 0

@@ -71,7 +71,7 @@ class Replicas:
             deployment = Deployment.of(pool.metadata, self._namespace)
             term.write(lambda _conn: None)  # nothing but the fence: a leader that was replaced tells nobody anything
             if self._kubernetes.scale(deployment, plan.workers):
-                log.info("scaled", extra={"pool_id": pool.pool_id, "replicas": plan.workers, "to": deployment.path})
+                log.info("scaled", extra={"pool_id": pool.pool_id, "workers": plan.workers, "path": deployment.path})
             self._told[pool.pool_id] = plan.workers, time.monotonic()
             self._trouble = None
         except (InvalidInput, KubernetesUnavailable) as refused:

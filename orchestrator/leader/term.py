@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from orchestrator import actors
 from orchestrator.errors import OrchestratorError, StaleEpoch
 from orchestrator.settings import Settings
 from orchestrator.store import leadership
@@ -29,6 +30,8 @@ class Term:
     db: Database
     lock_name: str
     epoch: int
+    #: In whose name it writes.
+    actor: str
     #: When it began, on this process's monotonic clock.
     began: float = float("-inf")
 
@@ -43,7 +46,8 @@ class Term:
             leadership.fence(conn, self.lock_name, self.epoch)
             return work(conn)
 
-        return self.db.write(fenced)
+        with actors.acting(self.actor):
+            return self.db.write(fenced)
 
 
 class Candidate:
@@ -94,9 +98,11 @@ class Candidate:
         term, self._term = self._term, None
         if term is not None:
             try:
-                self._db.write(lambda conn: leadership.resign(conn, term.lock_name, term.epoch))
+                self._db.write(lambda conn: leadership.resign(conn, term.lock_name, term.epoch, self.holder))
             except OrchestratorError as away:
-                log.warning("could not resign", extra={"error": str(away)})
+                log.warning("could not resign", extra={"epoch": term.epoch, "error": str(away)})
+            else:
+                log.info("resigned", extra={"epoch": term.epoch})
         self._drop_lock()
 
     def _stand(self) -> None:
@@ -116,7 +122,7 @@ class Candidate:
             lambda conn: leadership.take(conn, name, self.holder, ttl, lock_held=lock_held, above=above)
         )
         if epoch is not None:
-            self._term = Term(self._db, name, epoch, began=time.monotonic())
+            self._term = Term(self._db, name, epoch, actors.of_leader(self.holder), began=time.monotonic())
             self._trust_from(started)
             log.info("leading", extra={"epoch": epoch})
 
@@ -149,12 +155,16 @@ class Candidate:
 
 
 def borrow(db: Database, settings: Settings, holder: str) -> Term:
-    """A term for one run of a duty by hand: the living leader's epoch, or a short one of our own."""
+    """A term for one run of a duty by hand: the living leader's epoch, or a short one of our own.
+
+    What it writes is done by whoever acts here.
+    """
+    actor = actors.current() or actors.of_leader(holder)
     leadership.ensure_row(db, settings.leader_lock)
     now = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
     if now.alive:
-        return Term(db, settings.leader_lock, now.epoch)
+        return Term(db, settings.leader_lock, now.epoch, actor)
     epoch = db.write(
         lambda conn: leadership.take(conn, settings.leader_lock, holder, settings.leader_ttl_s, lock_held=False)
     )
-    return borrow(db, settings, holder) if epoch is None else Term(db, settings.leader_lock, epoch)
+    return borrow(db, settings, holder) if epoch is None else Term(db, settings.leader_lock, epoch, actor)

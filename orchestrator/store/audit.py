@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, func, select
 
+from orchestrator import actors
 from orchestrator.store.dialect import seconds_since
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import audit
@@ -36,22 +37,24 @@ class Event(NamedTuple):
     actor: str | None = None
     details: dict[str, Any] | None = None
 
-    def row(self) -> dict[str, Any]:
+    def row(self, acting: str | None) -> dict[str, Any]:
         return {
             "event_type": self.event_type,
             "job_id": self.job_id,
             "pool_id": self.pool_id,
             "worker_id": self.worker_id,
             "attempt": self.attempt,
-            "actor": self.actor,
+            "actor": self.actor or acting,
             "details": json.dumps(self.details) if self.details else None,
         }
 
 
 def record(conn: Connection, events: Sequence[Event]) -> None:
+    """Write what happened, by whoever acts here and now unless an event says otherwise."""
     gathered: list[Event] | None = conn.info.get(_GATHERED)
     if gathered is None:
-        insert_rows(conn, audit, [event.row() for event in events])
+        acting = actors.current()
+        insert_rows(conn, audit, [event.row(acting) for event in events])
     else:
         gathered.extend(events)
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from orchestrator.errors import Overloaded, Unavailable
+from orchestrator.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +66,7 @@ class Batcher(Generic[Item, Outcome]):
         self._flushing = 0
         self._closing = False
         self._name = name
-        self._threads = [
-            threading.Thread(target=self._loop, name=f"{name}-{n}" if n else name, daemon=True) for n in range(flushers)
-        ]
+        self._threads = [logs.thread(self._loop, f"{name}-{n}" if n else name) for n in range(flushers)]
         for thread in self._threads:
             thread.start()
 
@@ -162,8 +161,15 @@ class Batcher(Generic[Item, Outcome]):
     def _answer(self, item: Item, future: Future[Outcome] | None, outcome: Outcome | Exception) -> None:
         if future is None:
             if isinstance(outcome, Exception):
-                log.error("a write failed", extra={"item": repr(item)[:200], "error": repr(outcome)})
+                log.error("a write failed", extra={"item": type(item).__name__, "error": str(outcome)} | _about(item))
         elif isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+def _about(item: object) -> dict[str, object]:
+    """Which job it is about, and nothing of what it says: that may be a result."""
+    event = getattr(item, "event", None)
+    names = {"job_id": event, "attempt": event, "worker_id": item}
+    return {name: getattr(one, name) for name, one in names.items() if hasattr(one, name)}

@@ -247,21 +247,21 @@ def _order(*columns: Any) -> Order:
 # ── draining nodes ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def drain_nodes(conn: Connection, node_ids: Sequence[str] | None, timeout_s: float, actor: str | None = None) -> int:
+def drain_nodes(conn: Connection, node_ids: Sequence[str] | None, timeout_s: float) -> int:
     """These nodes, or all, take no more jobs; what runs there may end within `timeout_s`. How many were told."""
-    return _tell_nodes(conn, node_ids, "node.draining", actor, drain_until=utc_shift(timeout_s))
+    return _tell_nodes(conn, node_ids, "node.draining", drain_until=utc_shift(timeout_s))
 
 
-def resume_nodes(conn: Connection, node_ids: Sequence[str] | None, actor: str | None = None) -> int:
-    return _tell_nodes(conn, node_ids, "node.resumed", actor, drain_until=None)
+def resume_nodes(conn: Connection, node_ids: Sequence[str] | None) -> int:
+    return _tell_nodes(conn, node_ids, "node.resumed", drain_until=None)
 
 
-def _tell_nodes(conn: Connection, node_ids: Sequence[str] | None, event: str, actor: str | None, **values: Any) -> int:
+def _tell_nodes(conn: Connection, node_ids: Sequence[str] | None, event: str, **values: Any) -> int:
     some = select(nodes.c.node_id).with_for_update()
     found = list(conn.execute(some if node_ids is None else some.where(nodes.c.node_id.in_(node_ids))).scalars())
     if found:
         conn.execute(update(nodes).where(nodes.c.node_id.in_(found)).values(values))
-        audit.record(conn, [audit.Event(event, actor=actor, details={"node_id": node_id}) for node_id in found])
+        audit.record(conn, [audit.Event(event, details={"node_id": node_id}) for node_id in found])
     return len(found)
 
 

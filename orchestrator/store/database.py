@@ -106,7 +106,7 @@ class Database:
                 elif self._dialect.is_away(error):
                     raise self._unavailable(error) from error
                 elif self._dialect.is_content(error) and error.orig is not None:
-                    raise DataError(error.statement, error.params, error.orig) from error
+                    raise DataError(error.statement, error.params, error.orig, hide_parameters=True) from error
                 else:
                     raise
             except PoolTimeout as error:

@@ -206,15 +206,13 @@ def exhausted(conn: Connection, wanted: Filter, redrive_max: int) -> int:
     return int(conn.execute(query.where(*wanted.conditions(), jobs.c.redrives >= redrive_max)).scalar_one())
 
 
-def redrive(
-    conn: Connection, job_ids: Sequence[str], redrive_max: int, delay: Callable[[int], float], actor: str | None
-) -> Removed:
+def redrive(conn: Connection, job_ids: Sequence[str], redrive_max: int, delay: Callable[[int], float]) -> Removed:
     """Dead letter → pending for those of these that still are, and were not redriven too often already.
 
     `delay(n)` is how many seconds the n-th of them waits: a crowd that failed together need not come back together.
     """
     found = [row for row in _lock(conn, job_ids, _NO_TASK) if row.redrives < redrive_max]
-    return _redrive(conn, found, job_ids, delay, actor)
+    return _redrive(conn, found, job_ids, delay)
 
 
 def redrive_ended(
@@ -223,24 +221,21 @@ def redrive_ended(
     statuses: Collection[Status],
     redrive_max: int,
     delay: Callable[[int], float],
-    actor: str | None,
 ) -> Removed:
     """The same for jobs that ended in one of these states, with a letter or without."""
     ended = lock_ended(conn, job_ids, _NO_TASK)
     found = [one for one in ended if one.status in statuses and one.redrives < redrive_max]
-    return _redrive(conn, found, job_ids, delay, actor)
+    return _redrive(conn, found, job_ids, delay)
 
 
-def _redrive(
-    conn: Connection, found: Sequence[Found], asked: Sequence[str], delay: Callable[[int], float], actor: str | None
-) -> Removed:
+def _redrive(conn: Connection, found: Sequence[Found], asked: Sequence[str], delay: Callable[[int], float]) -> Removed:
     place = {job_id: n for n, job_id in enumerate(asked)}
     delays = {one.job_id: delay(place[one.job_id]) for one in found}
-    _start_over(conn, job_rules.REDRIVE, found, delays, actor)
+    _start_over(conn, job_rules.REDRIVE, found, delays)
     return _removed(found)
 
 
-def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | None, nth: int | None = None) -> Removed:
+def redrive_one(conn: Connection, job_id: str, redrive_max: int, nth: int | None = None) -> Removed:
     """Start one job over, dead letter or otherwise badly ended.
 
     `nth` says which of its restarts this is, so that asking for the same one again is no error. Raises
@@ -261,7 +256,7 @@ def redrive_one(conn: Connection, job_id: str, redrive_max: int, actor: str | No
         raise RedriveLimit(job_id, redrive_max)
     gated = bool(conn.execute(select(_GATED).where(jobs.c.job_id == job_id)).scalar())
     found = Found(job_id, entry_id, row.attempt, row.redrives, row.lane, gated)
-    start_over(conn, job_rules.REDRIVE, [found], actor)
+    start_over(conn, job_rules.REDRIVE, [found])
     return _removed([found])
 
 
@@ -276,13 +271,13 @@ def lock_ended(conn: Connection, job_ids: Sequence[str], *conditions: ColumnElem
     return [Found(one.job_id, entries.get(one.job_id), *one[1:]) for one in rows]
 
 
-def start_over(conn: Connection, arrow: Arrow, rows: Sequence[Found], actor: str | None) -> None:
+def start_over(conn: Connection, arrow: Arrow, rows: Sequence[Found]) -> None:
     """Ended → pending, at once."""
     if rows:
-        _start_over(conn, arrow, rows, dict.fromkeys([row.job_id for row in rows], 0.0), actor)
+        _start_over(conn, arrow, rows, dict.fromkeys([row.job_id for row in rows], 0.0))
 
 
-def purge(conn: Connection, job_ids: Sequence[str], actor: str | None) -> Removed:
+def purge(conn: Connection, job_ids: Sequence[str]) -> Removed:
     """Forget those of these that are dead letters, rows and all; only the audit trail remembers them.
 
     A task stays: its workflow counts it, and others need it.
@@ -295,7 +290,7 @@ def purge(conn: Connection, job_ids: Sequence[str], actor: str | None) -> Remove
     ids = [row.job_id for row in found]
     conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(ids)))
     conn.execute(delete(jobs).where(jobs.c.job_id.in_(ids), jobs.c.status == Status.DEAD_LETTER))
-    audit.record(conn, [_event(PURGED, row, actor) for row in found])
+    audit.record(conn, [_event(PURGED, row) for row in found])
     return _removed(found)
 
 
@@ -316,21 +311,19 @@ def _lock(conn: Connection, job_ids: Sequence[str], *conditions: ColumnElement[b
     return [Found(*row) for row in rows]
 
 
-def _start_over(
-    conn: Connection, arrow: Arrow, rows: Sequence[Found], asked: Mapping[str, float], actor: str | None
-) -> None:
+def _start_over(conn: Connection, arrow: Arrow, rows: Sequence[Found], asked: Mapping[str, float]) -> None:
     delays = {row.job_id: max(asked[row.job_id], SOON_S if row.gated else 0.0) for row in rows}
     for delay_s in sorted(set(delays.values())):
         for attempt, ids in by_attempt([row for row in rows if delays[row.job_id] == delay_s]):
             moved = move(conn, arrow, attempt, ids, delay_s=delay_s)
             assert moved == len(ids), "rows are locked, nobody else can have moved them"
     conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(list(delays))))
-    audit.record(conn, [_event(str(arrow.event), row, actor) for row in rows])
+    audit.record(conn, [_event(str(arrow.event), row) for row in rows])
 
 
-def _event(name: str, row: Found, actor: str | None) -> audit.Event:
+def _event(name: str, row: Found) -> audit.Event:
     details = {"redrives": row.redrives + (name != PURGED)}
-    return audit.Event(name, job_id=row.job_id, attempt=row.attempt, pool_id=row.lane, actor=actor, details=details)
+    return audit.Event(name, job_id=row.job_id, attempt=row.attempt, pool_id=row.lane, details=details)
 
 
 def _removed(rows: Sequence[Found]) -> Removed:

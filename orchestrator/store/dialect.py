@@ -284,6 +284,7 @@ class MariaDB:
         engine = create_engine(
             settings.database_url,
             isolation_level="AUTOCOMMIT" if autocommit else "READ COMMITTED",
+            hide_parameters=True,  # payloads, in the text of an error
             pool_size=settings.db_pool_size,
             max_overflow=settings.db_pool_size,
             pool_timeout=limit,
@@ -339,7 +340,7 @@ class MariaDB:
     @contextmanager
     def migration_lock(self, engine: Engine) -> Iterator[Connection]:
         # A connection of its own, without a read timeout: altering a large table takes as long as it takes.
-        patient = create_engine(engine.url, poolclass=NullPool)
+        patient = create_engine(engine.url, poolclass=NullPool, hide_parameters=True)
         event.listen(patient, "connect", partial(self._prepare_session, patience_s=self.MIGRATION_PATIENCE_S))
         with patient.connect() as connection:
             self._wait_to_migrate(connection)
@@ -381,6 +382,7 @@ class SQLite:
             raise ConfigError(f"database_url: {Path(path).parent}: {error.strerror}") from None
         engine = create_engine(
             settings.database_url,
+            hide_parameters=True,  # payloads, in the text of an error
             pool_size=settings.db_pool_size,
             max_overflow=settings.db_pool_size,
             connect_args={"timeout": settings.db_timeout_s},

@@ -73,8 +73,6 @@ def matching(conn: Connection, wanted: Filter, limit: int, redrive_max: int) -> 
     return [job_id for _, job_id in sorted(found, key=lambda one: (str(one[0]), one[1]))[:limit]]
 
 
-def redrive(
-    conn: Connection, job_ids: Sequence[str], redrive_max: int, delay: Callable[[int], float], actor: str | None
-) -> Removed:
+def redrive(conn: Connection, job_ids: Sequence[str], redrive_max: int, delay: Callable[[int], float]) -> Removed:
     """→ pending for those of these that are failed or dead letters, and were not redriven too often already."""
-    return dead_letters.redrive_ended(conn, job_ids, FAILED, redrive_max, delay, actor)
+    return dead_letters.redrive_ended(conn, job_ids, FAILED, redrive_max, delay)

@@ -25,8 +25,9 @@ from orchestrator.workflows import BAD, GOOD, FlowStatus, Progress
 #: What stands before a workflow's id where the audit names it.
 AUDITED = "workflow:"
 #: What is being done to the tasks of one, batch after batch: those that wait are cancelled, or all that have not ended;
-#: those that ended badly start over.
+#: those that ended badly start over. Or they are deleted, and the workflow with the last of them (`retention`).
 PENDING, ALL, RETRY = "pending", "all", "retry"
+FORGET = "forget"
 #: Tasks that one transaction goes through.
 BATCH = 500
 #: Of a task's job: it ended so that those who need it may go on.
@@ -98,14 +99,13 @@ def end(
     workflow_id: str,
     status: FlowStatus,
     reason: str | None = None,
-    actor: str | None = None,
     **values: Any,
 ) -> None:
     """It is over, and why if not because all is done; it is locked. `values` are what else changes in its row."""
     over = {"status": status, "reason": reason and reason[:255], "finished_at": utc_now(), "expires_at": None}
     change(conn, workflow_id, **over, **values)
     details = {"reason": reason[:500]} if reason else {}
-    audit.record(conn, [event(str(status), workflow_id, actor, **details)])
+    audit.record(conn, [event(str(status), workflow_id, **details)])
 
 
 def reopened(flow: Flow) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def overdue(conn: Connection, limit: int) -> Sequence[str]:
 
 def swept(conn: Connection, limit: int) -> Sequence[str]:
     """Those whose tasks are being stopped or started over."""
-    busy = select(workflows.c.workflow_id).where(workflows.c.sweep.is_not(None))
+    busy = select(workflows.c.workflow_id).where(workflows.c.sweep.in_((PENDING, ALL, RETRY)))
     return conn.execute(busy.order_by(workflows.c.sweep, workflows.c.workflow_id).limit(limit)).scalars().all()
 
 

@@ -324,7 +324,7 @@ def quarantine(conn: Connection, uuids: Collection[str], reason: str) -> None:
         audit.record(conn, [audit.Event("gpu.quarantined", details={"gpus": sorted(uuids), "reason": reason})])
 
 
-def clear(conn: Connection, uuid: str, actor: str | None = None) -> bool:
+def clear(conn: Connection, uuid: str) -> bool:
     """End a quarantine; False when there was none. Raises GpuNotFound."""
     # Compared here too: MariaDB ignores spaces at the end.
     if conn.execute(select(gpus.c.gpu_uuid).where(gpus.c.gpu_uuid == uuid)).scalar() != uuid:
@@ -335,5 +335,5 @@ def clear(conn: Connection, uuid: str, actor: str | None = None) -> bool:
         .values(quarantined_at=None, quarantine_reason=None)
     )
     if cleared.rowcount:
-        audit.record(conn, [audit.Event("gpu.cleared", actor=actor, details={"gpus": [uuid]})])
+        audit.record(conn, [audit.Event("gpu.cleared", details={"gpus": [uuid]})])
     return bool(cleared.rowcount)

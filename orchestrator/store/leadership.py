@@ -12,6 +12,7 @@ from datetime import datetime
 from sqlalchemy import Connection, bindparam, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
+from orchestrator import actors
 from orchestrator.errors import StaleEpoch
 from orchestrator.store import audit
 from orchestrator.store.database import Database
@@ -72,7 +73,7 @@ def take(conn: Connection, name: str, holder: str, ttl_s: float, *, lock_held: b
         .values(holder=holder, epoch=epoch, acquired_at=utc_now(), expires_at=utc_shift(ttl_s))
     )
     details = {"epoch": epoch, "previous": row.holder}
-    audit.record(conn, [audit.Event("leader.elected", actor=holder, details=details)])
+    audit.record(conn, [audit.Event("leader.elected", actor=actors.of_leader(holder), details=details)])
     return epoch
 
 
@@ -87,12 +88,16 @@ def renew(conn: Connection, name: str, epoch: int, ttl_s: float) -> None:
         raise StaleEpoch(epoch)
 
 
-def resign(conn: Connection, name: str, epoch: int) -> None:
-    conn.execute(
+def resign(conn: Connection, name: str, epoch: int, holder: str) -> None:
+    """End a term before its time, unless it is over already."""
+    resigned = conn.execute(
         update(leadership)
-        .where(leadership.c.name == name, leadership.c.epoch == epoch)
+        .where(leadership.c.name == name, leadership.c.epoch == epoch, leadership.c.holder.is_not(None))
         .values(holder=None, expires_at=utc_now())
     )
+    if resigned.rowcount:
+        event = audit.Event("leader.resigned", actor=actors.of_leader(holder), details={"epoch": epoch})
+        audit.record(conn, [event])
 
 
 def current(conn: Connection, name: str) -> Leadership:

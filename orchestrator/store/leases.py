@@ -285,14 +285,14 @@ def revoke(conn: Connection, lost: Mapping[str, str]) -> int:
     clients = {row.token: row.agent_name for row in rows if row.worker_id is None}
     free(conn, ours)
     free(conn, sorted(clients), "expired")
-    _record(conn, "lease.revoked", clients | dict.fromkeys(ours, None))
+    _record(conn, "lease.revoked", clients | {row.token: row.agent_name for row in rows if row.worker_id is not None})
     return len(ours) + len(clients)
 
 
-def _record(conn: Connection, event: str, actors: Mapping[str, str | None]) -> None:
-    audit.record(
-        conn, [audit.Event(event, actor=actor, details={"lease": lease_name(key)}) for key, actor in actors.items()]
-    )
+def _record(conn: Connection, event: str, agents: Mapping[str, str]) -> None:
+    """What became of leases, by their keys, and whose they were."""
+    told = [{"lease": lease_name(key), "agent": agent} for key, agent in agents.items()]
+    audit.record(conn, [audit.Event(event, details=details) for details in told])
 
 
 def heartbeat(conn: Connection, token: str) -> datetime:
@@ -315,13 +315,13 @@ def heartbeat(conn: Connection, token: str) -> datetime:
     return expires
 
 
-def release(conn: Connection, token: str, actor: str | None = None) -> str:
+def release(conn: Connection, token: str) -> str:
     """End a lease; again is fine. Its memory returns when its processes are gone. The state it was found in."""
     key = token_hash(token)
     row = _find(conn, key, lock=True)
     if row.state == "active" and row.ending_as is None:
         let_go(conn, [key], "released")
-        _record(conn, "lease.released", {key: actor or row.agent_name})
+        _record(conn, "lease.released", {key: row.agent_name})
     state: str = row.ending_as or row.state
     return state
 

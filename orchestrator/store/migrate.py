@@ -21,8 +21,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
+from orchestrator import actors
 from orchestrator.errors import ConfigError, DatabaseUnavailable
 from orchestrator.settings import Settings, safe_url
+from orchestrator.store import audit
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import dialect_of, scratch_url
 
@@ -34,12 +36,21 @@ def upgrade(db: Database) -> None:
     if _is_newer(current_revision(db)):
         return  # a later version has been here; it only adds (see `pending`)
     with _locked(db) as connection:
+        before = _revision(connection)
         command.upgrade(_config(connection), "head")
+        if (after := _revision(connection)) != before:
+            event = audit.Event("schema.migrated", details={"before": before, "after": after})
+            with actors.acting(actors.current() or actors.of_user()):
+                audit.record(connection, [event])
 
 
 def current_revision(db: Database) -> str | None:
     """The database's revision; None when no migration ever ran."""
-    return db.read(lambda conn: MigrationContext.configure(conn).get_current_revision())
+    return db.read(_revision)
+
+
+def _revision(conn: Connection) -> str | None:
+    return MigrationContext.configure(conn).get_current_revision()
 
 
 def head_revision() -> str | None:

@@ -380,4 +380,4 @@ def as_worker(row: Row[Any]) -> Worker:
 
 
 def worker_event(event_type: str, worker: Worker | Row[Any]) -> audit.Event:
-    return audit.Event(event_type, worker_id=worker.worker_id, pool_id=worker.pool_id, actor=worker.worker_id)
+    return audit.Event(event_type, worker_id=worker.worker_id, pool_id=worker.pool_id)

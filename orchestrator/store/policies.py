@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
+from orchestrator import actors
 from orchestrator.errors import PolicyNotFound
 from orchestrator.policies import Book, Document, Scope, parse
 from orchestrator.store import audit
@@ -21,8 +22,9 @@ from orchestrator.store.schema import policies, policy_history
 FRESH_S = 0.5
 
 
-def put(conn: Connection, scope: Scope, name: str, document: Document, actor: str | None) -> int:
+def put(conn: Connection, scope: Scope, name: str, document: Document) -> int:
     """Write a policy; its version. The same document again changes nothing."""
+    actor = actors.current()
     before = _locked(conn, scope, name)
     after = document.model_dump_json(exclude_unset=True)
     if before is not None and json.loads(before) == json.loads(after):
@@ -34,24 +36,24 @@ def put(conn: Connection, scope: Scope, name: str, document: Document, actor: st
             with conn.begin_nested():
                 insert_rows(conn, policies, [row])
         except IntegrityError:
-            return put(conn, scope, name, document, actor)  # somebody else made it first, and has committed
+            return put(conn, scope, name, document)  # somebody else made it first, and has committed
     else:
         change = update(policies).where(policies.c.scope == scope.value, policies.c.name == name)
         conn.execute(change.values(version=version, document=after, actor=actor, updated_at=utc_now()))
-    _remember(conn, scope, name, version, before, after, actor)
+    _remember(conn, scope, name, version, before, after)
     return version
 
 
-def remove(conn: Connection, scope: Scope, name: str, actor: str | None) -> None:
+def remove(conn: Connection, scope: Scope, name: str) -> None:
     """Raises PolicyNotFound."""
     before = _locked(conn, scope, name)
     if before is None:
         raise PolicyNotFound(scope.value, name)
     conn.execute(delete(policies).where(policies.c.scope == scope.value, policies.c.name == name))
-    _remember(conn, scope, name, _version(conn, scope, name) + 1, before, None, actor)
+    _remember(conn, scope, name, _version(conn, scope, name) + 1, before, None)
 
 
-def roll_back(conn: Connection, scope: Scope, name: str, version: int, actor: str | None) -> int | None:
+def roll_back(conn: Connection, scope: Scope, name: str, version: int) -> int | None:
     """Make what was in force after `version` so again; the new version, None when there was no policy then."""
     found = conn.execute(
         select(policy_history.c.document_after).where(
@@ -61,9 +63,9 @@ def roll_back(conn: Connection, scope: Scope, name: str, version: int, actor: st
     if found is None:
         raise PolicyNotFound(scope.value, f"{name} version {version}")
     if found.document_after is not None:
-        return put(conn, scope, name, parse(scope, json.loads(found.document_after)), actor)
+        return put(conn, scope, name, parse(scope, json.loads(found.document_after)))
     if _locked(conn, scope, name) is not None:
-        remove(conn, scope, name, actor)
+        remove(conn, scope, name)
     return None
 
 
@@ -157,22 +159,20 @@ def _version(conn: Connection, scope: Scope, name: str) -> int:
     return found or 0
 
 
-def _remember(
-    conn: Connection, scope: Scope, name: str, version: int, before: str | None, after: str | None, actor: str | None
-) -> None:
+def _remember(conn: Connection, scope: Scope, name: str, version: int, before: str | None, after: str | None) -> None:
     change = {
         "scope": scope.value,
         "name": name,
         "version": version,
         "document_before": before,
         "document_after": after,
-        "actor": actor,
+        "actor": actors.current(),
     }
     _wait_for_others(conn)
     insert_rows(conn, policy_history, [change])
     documents = {"before": json.loads(before) if before else None, "after": json.loads(after) if after else None}
     details = {"scope": scope.value, "name": name, "version": version, **documents}
-    audit.record(conn, [audit.Event("policy.changed", actor=actor, details=details)])
+    audit.record(conn, [audit.Event("policy.changed", details=details)])
 
 
 def _readable(row: dict[str, Any]) -> dict[str, Any]:

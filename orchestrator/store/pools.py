@@ -22,7 +22,7 @@ from orchestrator.store.schema import LIVE_WORKERS, jobs, pool_assignments, work
 _SPEC = tuple(name for name in PoolSpec.model_fields if name != "metadata")
 
 
-def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[str, bool]:
+def create(conn: Connection, spec: PoolSpec) -> tuple[str, bool]:
     """A new pool, or one that was closed and begins anew; its id, and whether anything changed.
 
     Asking again for what is there is fine. Raises PoolExists for other content, PoolClosed while it drains. A spec
@@ -40,8 +40,8 @@ def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[
                 conn.execute(insert(worker_pools), {**_columns(spec), "pool_id": pool_id, "revision": revision})
                 conn.execute(delete(pool_assignments).where(pool_assignments.c.pool_id == pool_id))
         except IntegrityError:  # somebody was quicker
-            return create(conn, spec, actor)
-        _tell(conn, rules.CREATE.event, pool_id, actor, spec.model_dump(exclude_defaults=True))
+            return create(conn, spec)
+        _tell(conn, rules.CREATE.event, pool_id, spec.model_dump(exclude_defaults=True))
         return pool_id, True
     state = PoolState(row.status)
     if state is PoolState.DRAINING:
@@ -50,7 +50,7 @@ def create(conn: Connection, spec: PoolSpec, actor: str | None = None) -> tuple[
         if spec != _spec(row):
             raise PoolExists(pool_id)
         return pool_id, False
-    _begin_anew(conn, row, spec, actor)
+    _begin_anew(conn, row, spec)
     return pool_id, True
 
 
@@ -60,12 +60,12 @@ def _unused_revision(conn: Connection, pool_id: str) -> int:
     return (last.scalar() or 0) + 1
 
 
-def _begin_anew(conn: Connection, row: Row[Any], spec: PoolSpec, actor: str | None) -> None:
+def _begin_anew(conn: Connection, row: Row[Any], spec: PoolSpec) -> None:
     values = {**_columns(spec), "revision": row.revision + 1, "active_at": utc_now()}
-    move(conn, rules.CREATE, row.pool_id, actor, drain_until=None, started_at=None, status_reason=None, **values)
+    move(conn, rules.CREATE, row.pool_id, drain_until=None, started_at=None, status_reason=None, **values)
 
 
-def change(conn: Connection, pool_id: str, wish: PoolChange, actor: str | None = None) -> None:
+def change(conn: Connection, pool_id: str, wish: PoolChange) -> None:
     """Scale it, or swap its model: then its revision grows, and workers of the new one take over from the old.
 
     Raises PoolNotFound, PoolClosed, or InvalidInput when the whole makes no sense.
@@ -90,10 +90,10 @@ def change(conn: Connection, pool_id: str, wish: PoolChange, actor: str | None =
         .values(**_columns(after), revision=row.revision + swapped, active_at=utc_now())
     )
     details = {name: [getattr(before, name), getattr(after, name)] for name in sorted(changed)}
-    _tell(conn, "pool.swapped" if swapped else "pool.changed", pool_id, actor, details)
+    _tell(conn, "pool.swapped" if swapped else "pool.changed", pool_id, details)
 
 
-def drain(conn: Connection, pool_id: str, timeout_s: float, actor: str | None = None) -> PoolState:
+def drain(conn: Connection, pool_id: str, timeout_s: float) -> PoolState:
     """Take no new jobs; those that run may end within `timeout_s`. Asking again sets that time anew."""
     row = _known(conn, pool_id)
     state = PoolState(row.status)
@@ -102,22 +102,22 @@ def drain(conn: Connection, pool_id: str, timeout_s: float, actor: str | None = 
     if state is PoolState.DRAINING:
         deadline = update(worker_pools).where(worker_pools.c.pool_id == pool_id)
         conn.execute(deadline.values(drain_until=utc_shift(timeout_s)))
-        _tell(conn, rules.DRAIN.event, pool_id, actor, {"timeout_seconds": timeout_s})
+        _tell(conn, rules.DRAIN.event, pool_id, {"timeout_seconds": timeout_s})
         return state
-    move(conn, rules.DRAIN, pool_id, actor, {"timeout_seconds": timeout_s}, drain_until=utc_shift(timeout_s))
+    move(conn, rules.DRAIN, pool_id, {"timeout_seconds": timeout_s}, drain_until=utc_shift(timeout_s))
     return PoolState.DRAINING
 
 
-def evict(conn: Connection, pool_id: str, actor: str | None = None) -> PoolState:
+def evict(conn: Connection, pool_id: str) -> PoolState:
     """End it now: what runs is handed back."""
     row = _known(conn, pool_id)
     if row.status not in CLOSED:
-        move(conn, rules.EVICT, pool_id, actor, drain_until=utc_now())
+        move(conn, rules.EVICT, pool_id, drain_until=utc_now())
         return PoolState.EVICTED
     return PoolState(row.status)
 
 
-def forget(conn: Connection, pool_id: str, actor: str | None = None) -> None:
+def forget(conn: Connection, pool_id: str) -> None:
     """Delete a closed pool. Raises PoolBusy while it is open or has workers."""
     row = _known(conn, pool_id)
     if row.status not in CLOSED or _live(conn, pool_id):
@@ -127,14 +127,13 @@ def forget(conn: Connection, pool_id: str, actor: str | None = None) -> None:
     nobody = {"pool_id": pool_id, "node_id": "", "revision": row.revision, "workers": 0}
     conn.execute(insert(pool_assignments), nobody)
     conn.execute(delete(worker_pools).where(worker_pools.c.pool_id == pool_id))
-    _tell(conn, "pool.deleted", pool_id, actor)
+    _tell(conn, "pool.deleted", pool_id)
 
 
 def move(
     conn: Connection,
     arrow: PoolArrow,
     pool_id: str,
-    actor: str | None = None,
     details: dict[str, Any] | None = None,
     **values: Any,
 ) -> bool:
@@ -145,7 +144,7 @@ def move(
         .values(status=arrow.target, **values)
     )
     if moved.rowcount:
-        _tell(conn, arrow.event, pool_id, actor, details)
+        _tell(conn, arrow.event, pool_id, details)
     return moved.rowcount == 1
 
 
@@ -281,5 +280,5 @@ def _live(conn: Connection, pool_id: str) -> bool:
     return conn.execute(alive.limit(1)).scalar() is not None
 
 
-def _tell(conn: Connection, event: str, pool_id: str, actor: str | None, details: dict[str, Any] | None = None) -> None:
-    audit.record(conn, [audit.Event(event, pool_id=pool_id, actor=actor, details=details)])
+def _tell(conn: Connection, event: str, pool_id: str, details: dict[str, Any] | None = None) -> None:
+    audit.record(conn, [audit.Event(event, pool_id=pool_id, details=details)])

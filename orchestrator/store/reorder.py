@@ -20,7 +20,7 @@ class Reordered(NamedTuple):
     after: int
 
 
-def set_priority(conn: Connection, job_id: str, priority: int, actor: str | None = None) -> Reordered:
+def set_priority(conn: Connection, job_id: str, priority: int) -> Reordered:
     """Move a waiting job as if it had been submitted with this priority; nudge its lane after the commit.
 
     The same priority again changes nothing. One that is announced may start before those it now stands behind: its
@@ -36,6 +36,6 @@ def set_priority(conn: Connection, job_id: str, priority: int, actor: str | None
         there = moved(row.rank, row.priority, priority)
         conn.execute(update(jobs).where(jobs.c.job_id == job_id).values(priority=priority, rank=there))
         details = {"before": row.priority, "after": priority}
-        changed = audit.Event("job.priority", job_id=job_id, attempt=row.attempt, actor=actor, details=details)
+        changed = audit.Event("job.priority", job_id=job_id, attempt=row.attempt, details=details)
         audit.record(conn, [changed])
     return Reordered(row.lane, row.priority, priority)

@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, delete, select, update
 from sqlalchemy.exc import IntegrityError
 
+from orchestrator import actors
 from orchestrator.errors import InvalidInput, OrchestratorError, ScheduleNotFound
 from orchestrator.jobs import NewJob, RetryPolicy
 from orchestrator.schedules import Plan, ScheduleSpec, Timing, fire_id, plan
@@ -25,6 +26,7 @@ from orchestrator.store.hot import insert_rows
 from orchestrator.store.policies import read_book
 from orchestrator.store.schema import schedules
 from orchestrator.store.submit import PERMANENT, Admit, Answer, Verdict, let_in, refusal, submit_within
+from orchestrator.store.workflows import Rules
 
 #: When a schedule is looked at again whose next time cannot be told.
 LOOK_AGAIN = timedelta(hours=1)
@@ -37,14 +39,14 @@ Make = Callable[[dict[str, Any], str], NewJob]
 # ── operators ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def put(conn: Connection, schedule_id: str, spec: ScheduleSpec, actor: str | None) -> bool:
+def put(conn: Connection, schedule_id: str, spec: ScheduleSpec) -> bool:
     """Write a schedule; whether it is new. The same again changes nothing; another rhythm begins now."""
     before = conn.execute(_one(schedule_id).with_for_update()).one_or_none()
     given = spec.model_dump() | {"job": json.dumps(spec.job)}
     if before is not None and all(_same(key, value, before) for key, value in given.items()):
         return False
     now = clock(conn)
-    values = given | {"actor": actor, "updated_at": now, "last_error": None}
+    values = given | {"actor": actors.current(), "updated_at": now, "last_error": None}
     if before is None or not before.enabled or any(given[key] != getattr(before, key) for key in _RHYTHM):
         anchor = now.replace(microsecond=0)
         timing = Timing.of(spec.cron, spec.every_seconds, spec.timezone, anchor)
@@ -57,20 +59,20 @@ def put(conn: Connection, schedule_id: str, spec: ScheduleSpec, actor: str | Non
                 row = {"schedule_id": schedule_id} | values
                 insert_rows(conn, schedules, [row], {"enabled": True, "timezone": "UTC"})
         except IntegrityError:
-            return put(conn, schedule_id, spec, actor)  # somebody else made it first, and has committed
+            return put(conn, schedule_id, spec)  # somebody else made it first, and has committed
     else:
         change = update(schedules).where(schedules.c.schedule_id == schedule_id)
         conn.execute(change.values(**values, version=schedules.c.version + 1))
     details = {"schedule_id": schedule_id, "after": spec.model_dump(exclude_unset=True)}
-    audit.record(conn, [audit.Event("schedule.changed", actor=actor, details=details)])
+    audit.record(conn, [audit.Event("schedule.changed", details=details)])
     return before is None
 
 
-def remove(conn: Connection, schedule_id: str, actor: str | None) -> None:
+def remove(conn: Connection, schedule_id: str) -> None:
     """Raises ScheduleNotFound. Jobs that it made stay."""
     if not conn.execute(delete(schedules).where(schedules.c.schedule_id == schedule_id)).rowcount:
         raise ScheduleNotFound(schedule_id)
-    audit.record(conn, [audit.Event("schedule.deleted", actor=actor, details={"schedule_id": schedule_id})])
+    audit.record(conn, [audit.Event("schedule.deleted", details={"schedule_id": schedule_id})])
 
 
 def get(conn: Connection, schedule_id: str) -> dict[str, Any]:
@@ -85,6 +87,15 @@ def page(conn: Connection, after: str | None, limit: int) -> list[dict[str, Any]
     """By id."""
     found = select(schedules).where(schedules.c.schedule_id > (after or ""))
     return [_readable(row) for row in conn.execute(found.order_by(schedules.c.schedule_id).limit(limit))]
+
+
+def fire_now(conn: Connection, db: Database, schedule_id: str, job: NewJob, rules: Rules) -> Answer:
+    """Submit its job because somebody wants it now. An id that another inserts at this moment is `MetOthers`."""
+    [answer] = submit_within(conn, db, [job], rules.policy, rules.admit, rules.book)
+    if answer is Verdict.CREATED:
+        details = {"schedule_id": schedule_id, "by_hand": True}
+        audit.record(conn, [audit.Event("schedule.fired", job_id=job.job_id, details=details)])
+    return answer
 
 
 # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────

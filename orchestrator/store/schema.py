@@ -183,7 +183,8 @@ workflows = Table(
     Column("deadline_at", UtcDateTime),
     # The end of its time, while it runs.
     Column("expires_at", UtcDateTime),
-    # What is done to its tasks, batch after batch: `pending` ones or `all` are cancelled; `retry`. NULL: nothing.
+    # What is done to its tasks, batch after batch: `pending` ones or `all` are cancelled; `retry`; `forget` (deleted).
+    # NULL: nothing.
     Column("sweep", String(8)),
     Column("reason", String(255)),
     _created(),
@@ -267,6 +268,8 @@ results = Table(
     Column("result", LongText, nullable=False),
     Column("run_seconds", Float, nullable=False),
     _created(),
+    # Those that are old enough to be forgotten.
+    Index("ix_results_created", "created_at"),
     **TABLE_OPTIONS,
 )
 

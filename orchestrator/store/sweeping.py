@@ -57,7 +57,7 @@ class Walk:
         """
         flows.hold_growth(conn, workflow_id)
         flow = flows.lock_one(conn, workflow_id)
-        if flow.sweep is None:
+        if flow.sweep in (None, flows.FORGET):
             return replace(self, after=None)
         after, left = (self.after, self.left) if flow.sweep == self.sweep else (None, 0)
         step = restart_some(conn, flow, after) if flow.sweep == flows.RETRY else cancel_some(conn, flow, after)
@@ -114,18 +114,18 @@ def restart_some(conn: Connection, flow: Flow, after: Place | None) -> Step:
     """Start those of a batch over that ended badly."""
     rows = flows.tasks(conn, flow.workflow_id, after, jobs.c.status)
     bad = [row.job_id for row in rows if row.status in BAD]
-    lanes, entry_ids = restart(conn, flow, bad, None)
+    lanes, entry_ids = restart(conn, flow, bad)
     return Step(flows.place_behind(rows), 0, lanes, 0, tuple(entry_ids))
 
 
-def restart(conn: Connection, flow: Flow, job_ids: Sequence[str], actor: str | None) -> tuple[set[str], list[str]]:
+def restart(conn: Connection, flow: Flow, job_ids: Sequence[str]) -> tuple[set[str], list[str]]:
     """Start tasks over that have ended, of a workflow that is locked; lanes to nudge, and entries to forget."""
     if not job_ids:
         return set(), []
     ended = dead_letters.lock_ended(conn, job_ids)
     bad, good = ([one for one in ended if (one.status in GOOD) is wanted] for wanted in (False, True))
-    dead_letters.start_over(conn, job_rules.REDRIVE, bad, actor)
-    dead_letters.start_over(conn, job_rules.RERUN, good, actor)
+    dead_letters.start_over(conn, job_rules.REDRIVE, bad)
+    dead_letters.start_over(conn, job_rules.RERUN, good)
     conn.execute(delete(results).where(results.c.job_id.in_([one.job_id for one in good])))
     counts = [counted_as(Status(one.status)) for one in ended]
     now = flows.lock_one(conn, flow.workflow_id)

@@ -17,7 +17,7 @@ from orchestrator.store.schema import jobs
 TOO_LATE = "its deadline passed before it could start"
 
 
-def cancel(conn: Connection, job_id: str, actor: str | None = None) -> Status:
+def cancel(conn: Connection, job_id: str) -> Status:
     """Where the job stands after this: cancelled, or still owned by a worker that has been asked to stop it.
 
     Asking twice is no error. Raises JobNotFound, or JobEnded when it ended otherwise.
@@ -28,13 +28,13 @@ def cancel(conn: Connection, job_id: str, actor: str | None = None) -> Status:
     status = Status(row.status)
     if status is Status.PENDING:
         followers.end(conn, job_rules.CANCEL, [row])
-        audit.record(conn, [_event(job_rules.CANCEL, row, actor)])
+        audit.record(conn, [_event(job_rules.CANCEL, row)])
         return Status.CANCELLED
     if status in TERMINAL and status is not Status.CANCELLED:
         raise JobEnded(job_id, status)
     if status in OWNED and row.cancelled_s is None:
         conn.execute(update(jobs).where(jobs.c.job_id == job_id).values(cancel_requested_at=utc_now()))
-        asked = audit.Event("job.cancel_requested", job_id=job_id, attempt=row.attempt, actor=actor)
+        asked = audit.Event("job.cancel_requested", job_id=job_id, attempt=row.attempt)
         audit.record(conn, [asked])
     return status
 
@@ -70,9 +70,9 @@ def expire_overdue(conn: Connection, limit: int) -> int:
 def expire(conn: Connection, rows: Sequence[followers.Task]) -> None:
     """End these pending, overdue jobs; their rows are locked."""
     followers.end(conn, job_rules.EXPIRE, rows, error_kind=ErrorKind.DEADLINE, last_error=TOO_LATE)
-    audit.record(conn, [_event(job_rules.EXPIRE, row, None) for row in rows])
+    audit.record(conn, [_event(job_rules.EXPIRE, row) for row in rows])
 
 
-def _event(arrow: Arrow, row: Attempt, actor: str | None) -> audit.Event:
+def _event(arrow: Arrow, row: Attempt) -> audit.Event:
     assert arrow.event is not None
-    return audit.Event(arrow.event, job_id=row.job_id, attempt=row.attempt, actor=actor)
+    return audit.Event(arrow.event, job_id=row.job_id, attempt=row.attempt)

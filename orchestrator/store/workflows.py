@@ -49,7 +49,7 @@ class Rules:
 # ── making them ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def create(conn: Connection, db: Database, new: NewWorkflow, rules: Rules, actor: str | None = None) -> bool:
+def create(conn: Connection, db: Database, new: NewWorkflow, rules: Rules) -> bool:
     """Store a workflow and all its tasks, or none; whether it is new.
 
     Raises WorkflowConflict, JobConflict, or why one of its tasks is not let in. An id that another process inserts at
@@ -74,13 +74,11 @@ def create(conn: Connection, db: Database, new: NewWorkflow, rules: Rules, actor
     }
     insert_rows(conn, workflows, [row])
     _enter(conn, db, new.workflow_id, new.tasks, {task.name: len(task.depends_on) for task in new.tasks}, rules)
-    audit.record(conn, [flows.event("created", new.workflow_id, actor or new.agent, tasks=len(new.tasks))])
+    audit.record(conn, [flows.event("created", new.workflow_id, new.agent, tasks=len(new.tasks))])
     return True
 
 
-def add(
-    conn: Connection, db: Database, workflow_id: str, tasks: Sequence[Task], rules: Rules, actor: str | None = None
-) -> list[str]:
+def add(conn: Connection, db: Database, workflow_id: str, tasks: Sequence[Task], rules: Rules) -> list[str]:
     """Add tasks to a workflow that runs; the names of those that are new.
 
     Raises WorkflowNotFound, WorkflowEnded, JobConflict for a name that is taken by another task, InvalidInput for needs
@@ -99,7 +97,7 @@ def add(
     waits = {task.name: sum(name in names or not met[needed[name]] for name in task.depends_on) for task in new}
     _enter(conn, db, workflow_id, in_order(new), waits, rules)
     flows.add_tasks(conn, [workflow_id] * len(new))
-    audit.record(conn, [flows.event("extended", workflow_id, actor, tasks=sorted(names)[:100], count=len(new))])
+    audit.record(conn, [flows.event("extended", workflow_id, tasks=sorted(names)[:100], count=len(new))])
     return [task.name for task in new]
 
 
@@ -252,7 +250,7 @@ def open_needs(conn: Connection, job_id: str, limit: int = 10) -> list[tuple[str
 # ── stopping them ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cancel(conn: Connection, workflow_id: str, actor: str | None = None) -> Walk:
+def cancel(conn: Connection, workflow_id: str) -> Walk:
     """Running → cancelled: its tasks that wait end now, those that run are asked to stop. Asking twice is no error.
 
     Raises WorkflowNotFound, or WorkflowEnded when it ended otherwise.
@@ -262,7 +260,7 @@ def cancel(conn: Connection, workflow_id: str, actor: str | None = None) -> Walk
     if not flow.runs and flow.status != FlowStatus.CANCELLED:
         raise WorkflowEnded(workflow_id, flow.status)
     if flow.runs:
-        flows.end(conn, flow.workflow_id, FlowStatus.CANCELLED, "somebody cancelled it", actor, sweep=flows.ALL)
+        flows.end(conn, flow.workflow_id, FlowStatus.CANCELLED, "somebody cancelled it", sweep=flows.ALL)
     return _first_batch(conn, workflow_id)
 
 
@@ -275,7 +273,7 @@ def expire(conn: Connection, workflow_id: str) -> Walk:
     )
     if not flow.runs or conn.execute(late).first() is None:
         return Walk()
-    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, TOO_LONG, None, sweep=flows.ALL)
+    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, TOO_LONG, sweep=flows.ALL)
     return _first_batch(conn, workflow_id)
 
 
@@ -286,12 +284,12 @@ def _first_batch(conn: Connection, workflow_id: str) -> Walk:
 # ── starting over ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def retry_failed(conn: Connection, workflow_id: str, actor: str | None = None) -> Walk:
+def retry_failed(conn: Connection, workflow_id: str) -> Walk:
     """Start over what ended badly; what ended well stays. Raises WorkflowNotFound or WorkflowBusy."""
     flow = _idle(conn, workflow_id)
     if not flow.failed + flow.cancelled and flow.status == FlowStatus.DONE:
         return Walk()
-    _go_on(conn, flow, "retried", actor, tasks=flow.failed + flow.cancelled)
+    _go_on(conn, flow, "retried", tasks=flow.failed + flow.cancelled)
     return _first_batch(conn, workflow_id)
 
 
@@ -302,7 +300,7 @@ class Rerun:
     walk: Walk
 
 
-def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = None) -> Rerun:
+def rerun(conn: Connection, workflow_id: str, task: str) -> Rerun:
     """Start a task over with all that needs it, directly or not, and whatever else of the workflow ended badly.
 
     Raises WorkflowNotFound, InvalidInput for a task that nobody knows, WorkflowGrown when one of them added tasks, or
@@ -320,8 +318,8 @@ def rerun(conn: Connection, workflow_id: str, task: str, actor: str | None = Non
         raise WorkflowBusy(workflow_id, f"task {task} has not run yet")
     ended = [row.job_id for row in rows if row.status in TERMINAL]
     elsewhere = flow.failed + flow.cancelled - sum(row.status in BAD for row in rows)
-    _go_on(conn, flow, "rerun", actor, task=task, tasks=len(ended) + elsewhere)
-    lanes, entry_ids = sweeping.restart(conn, flow, ended, actor)
+    _go_on(conn, flow, "rerun", task=task, tasks=len(ended) + elsewhere)
+    lanes, entry_ids = sweeping.restart(conn, flow, ended)
     walk = _first_batch(conn, workflow_id)
     told = replace(walk, lanes=walk.lanes | lanes, entry_ids=(*walk.entry_ids, *entry_ids))
     return Rerun(len(ended) + elsewhere, told)
@@ -332,13 +330,15 @@ def _idle(conn: Connection, workflow_id: str) -> Flow:
     flow = flows.lock_one(conn, workflow_id)
     if flow.sweep in (flows.PENDING, flows.ALL):
         raise WorkflowBusy(workflow_id, "its tasks are being stopped still")
+    if flow.sweep == flows.FORGET:
+        raise WorkflowNotFound(workflow_id)
     return flow
 
 
-def _go_on(conn: Connection, flow: Flow, how: str, actor: str | None, **details: Any) -> None:
+def _go_on(conn: Connection, flow: Flow, how: str, **details: Any) -> None:
     """It runs again; what ended badly starts over, batch after batch."""
     flows.change(conn, flow.workflow_id, **({} if flow.runs else flows.reopened(flow)), sweep=flows.RETRY)
-    audit.record(conn, [flows.event(how, flow.workflow_id, actor, **details)])
+    audit.record(conn, [flows.event(how, flow.workflow_id, **details)])
 
 
 def _find(conn: Connection, workflow_id: str, task: str) -> str:

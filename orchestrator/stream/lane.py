@@ -258,7 +258,7 @@ class Lane:
                     raise
                 aside = f"{{{self.key}}}:aside:{time.time_ns()}"
                 kind = text(self._start_over(keys=[self.key, aside]))
-                log.warning("lane started over", extra={"lane": self.name, "was": kind, "error": str(error)})
+                log.warning("lane started over", extra={"pool_id": self.name, "was": kind, "error": str(error)})
                 return work()
 
 

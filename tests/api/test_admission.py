@@ -19,7 +19,7 @@ JOB = {"type": "echo", "payload": {}}
 
 def set_gates(api: Running, **fields: Any) -> None:
     document = parse(Scope.ADMISSION, fields)
-    api.db.write(lambda conn: policies.put(conn, Scope.ADMISSION, "global", document, "ops"))
+    api.db.write(lambda conn: policies.put(conn, Scope.ADMISSION, "global", document))
     api.orchestrator.policies.expire()
 
 

@@ -262,7 +262,7 @@ def test_why_a_job_waits(api: Running) -> None:
 
 def test_a_job_shows_its_keys_and_what_it_waits_for(api: Running) -> None:
     policy = parse(Scope.CONCURRENCY, {"max": 0})
-    api.db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "host:*", policy, None))
+    api.db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "host:*", policy))
     api.orchestrator.policies.expire()
     body = {"type": "echo", "payload": {}, "concurrency_keys": ["host:example.org"]}
     job_id = api.post("/jobs/submit", body).json()["job_id"]

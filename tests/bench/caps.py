@@ -65,7 +65,7 @@ class Capped:
         schema.metadata.create_all(self._cluster.db.engine)
         for kind, seats in most.items():
             cap = parse(Scope.CONCURRENCY, {"max": seats})
-            put = partial(policies.put, scope=Scope.CONCURRENCY, name=f"{kind}:*", document=cap, actor=None)
+            put = partial(policies.put, scope=Scope.CONCURRENCY, name=f"{kind}:*", document=cap)
             self._cluster.db.write(put)
         self._orchestrator = Orchestrator(given)
         if leads:

@@ -5,11 +5,12 @@ There are 50 lanes, 500 workers and 200 GPUs; and as many job types as have labe
 
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from orchestrator import tallies
 from orchestrator.settings import Settings
@@ -96,7 +97,7 @@ class Scrape:
         for count in BACKLOGS:
             for first in range(waiting + 1, count + 1, PORTION):
                 given = {"lanes": LANES, "first": first, "last": min(first + PORTION - 1, count)}
-                self._cluster.db.write(lambda conn, given=given: conn.execute(_JOBS, given))
+                self._cluster.db.write(partial(Connection.execute, statement=_JOBS, parameters=given))
             waiting = count
             self._cluster.db.read(lambda conn: conn.execute(text("ANALYZE TABLE orchestrator_jobs")).all())
             self._wait_until_shown(count)

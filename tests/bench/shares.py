@@ -33,7 +33,7 @@ class Shares:
         ours = self._ours
         for agent, weight in WEIGHTS.items():
             ours.cluster.db.write(
-                partial(policies.put, scope=Scope.AGENT, name=agent, document=AgentPolicy(weight=weight), actor=None)
+                partial(policies.put, scope=Scope.AGENT, name=agent, document=AgentPolicy(weight=weight))
             )
         for agent in WEIGHTS:
             ours.submit(count, agent=agent)

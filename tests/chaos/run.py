@@ -83,7 +83,7 @@ def prepare(mariadb: MariaDB, folder: Path) -> None:
         migrate.upgrade(db)
         for key, most in CAPS.items():
             cap = parse(Scope.CONCURRENCY, {"max": most})
-            db.write(partial(policies.put, scope=Scope.CONCURRENCY, name=key, document=cap, actor=None))
+            db.write(partial(policies.put, scope=Scope.CONCURRENCY, name=key, document=cap))
     finally:
         db.close()
 

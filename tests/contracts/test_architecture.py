@@ -71,6 +71,7 @@ ABOVE = {
     **{
         f"orchestrator/{pure}.py": ("orchestrator.store", "orchestrator.stream", "orchestrator.leader")
         for pure in (
+            "actors",
             "admission",
             "batching",
             "bounded",

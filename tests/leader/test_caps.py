@@ -11,7 +11,7 @@ from tests.leader.test_duties import announced
 
 
 def put(db, context, key, most):
-    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, key, parse(Scope.CONCURRENCY, {"max": most}), None))
+    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, key, parse(Scope.CONCURRENCY, {"max": most})))
     context.policies.expire()
 
 
@@ -34,7 +34,7 @@ def waiting(db, ids):
 def test_a_cap_that_is_raised_or_removed_lets_jobs_go_and_they_are_announced(db, raw, context, scene, most, ready):
     _, ids = scene
     if most is None:
-        db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a", None))
+        db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a"))
         context.policies.expire()
     else:
         put(db, context, "agent:a", most)
@@ -62,7 +62,7 @@ def test_wrong_counts_are_corrected_and_idle_keys_forgotten(db, context, scene):
         duties.keep_caps(context)
         assert [cap.in_use for cap in rows(db, schema.concurrency_caps)] == [1]
     assert duties.forget_caps(context) == 0
-    db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a", None))
+    db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a"))
     context.policies.expire()
     assert duties.forget_caps(context) == 0
     set_job(db, ids[0], status="failed", held_caps=None)

@@ -377,7 +377,7 @@ def test_without_redis_the_letter_waits(db, hub, raw, context, monkeypatch):
 def test_a_letter_that_left_is_taken_out_of_the_stream(db, hub, raw, context):
     ids = buried(db, 2)
     duties.tell_dead_letters(context)
-    removed = db.write(lambda conn: dead_letters.redrive(conn, ids[:1], 3, lambda _n: 0.0, None))
+    removed = db.write(lambda conn: dead_letters.redrive(conn, ids[:1], 3, lambda _n: 0.0))
     hub.unbury(removed.entry_ids)
     hub.unbury([])
     assert told(raw) == ids[1:]

@@ -172,7 +172,7 @@ def test_a_successor_waits_for_a_write_that_began_before_it(db, candidates):
 def test_two_leader_writes_do_not_wait_for_each_other(maria_db, settings):
     """The fence is a shared lock: duties run side by side."""
     leadership.ensure_row(maria_db, NAME)
-    term = Term(maria_db, NAME, take(maria_db))
+    term = Term(maria_db, NAME, take(maria_db), "leader:test")
 
     def outer(_conn):
         inner = []

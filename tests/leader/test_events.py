@@ -24,7 +24,7 @@ ARTICLE = {"type": "embed", "payload": {"text": {"$field": "title"}}, "agent": "
 
 def trigger(db, name="embed", event="article", enabled=True, **job):
     document = parse(Scope.TRIGGER, {"event": event, "job": ARTICLE | job, "enabled": enabled})
-    db.write(lambda conn: policies.put(conn, Scope.TRIGGER, name, document, "ops"))
+    db.write(lambda conn: policies.put(conn, Scope.TRIGGER, name, document))
 
 
 def send(raw, event="article", payload='{"title": "t"}', **fields):

@@ -62,14 +62,14 @@ def take_cancel(conn, job_id):
 
 def take_redrive(conn, job_id):
     try:
-        return redrive_one(conn, job_id, 3, None).job_ids == [job_id]
+        return redrive_one(conn, job_id, 3).job_ids == [job_id]
     except NotRedrivable:
         return False
 
 
 def take_rerun(conn, job_id):
     ended = [one for one in lock_ended(conn, [job_id]) if one.status in rules.RERUN.source]
-    start_over(conn, rules.RERUN, ended, None)
+    start_over(conn, rules.RERUN, ended)
     return bool(ended)
 
 

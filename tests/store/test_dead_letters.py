@@ -35,6 +35,7 @@ from tests.factories import (
     set_job,
     status,
     submit,
+    write_as,
 )
 
 
@@ -56,16 +57,16 @@ def letters(db):
     return {letter.job_id: letter for letter in rows(db, schema.dead_letters)}
 
 
-def redrive(db, ids, most=3, delay=lambda _n: 0.0, actor=None):
-    return db.write(lambda conn: dead_letters.redrive(conn, ids, most, delay, actor))
+def redrive(db, ids, most=3, delay=lambda _n: 0.0, actor="somebody"):
+    return write_as(actor, db, lambda conn: dead_letters.redrive(conn, ids, most, delay))
 
 
-def redrive_one(db, job_id, most=3, actor=None, nth=None):
-    return db.write(lambda conn: dead_letters.redrive_one(conn, job_id, most, actor, nth))
+def redrive_one(db, job_id, most=3, actor="somebody", nth=None):
+    return write_as(actor, db, lambda conn: dead_letters.redrive_one(conn, job_id, most, nth))
 
 
-def purge(db, ids, actor=None):
-    return db.write(lambda conn: dead_letters.purge(conn, ids, actor))
+def purge(db, ids, actor="somebody"):
+    return write_as(actor, db, lambda conn: dead_letters.purge(conn, ids))
 
 
 def matching(db, wanted=Filter(), limit=1000, redrive_max=None):  # noqa: B008 - frozen

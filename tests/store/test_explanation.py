@@ -74,9 +74,9 @@ def test_a_closed_pool_a_pause_and_a_full_cap(db):
     db.write(lambda conn: pools.create(conn, PoolSpec(pool_id="gold", agent_name="a", desired_workers=1)))
     (job_id,) = submit(db, pool_id="gold", agent="a")
     assert why(db, job_id).reason is Why.IN_LINE
-    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "agent:*", CapPolicy(max=0), None))
+    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "agent:*", CapPolicy(max=0)))
     assert why(db, job_id).reason is Why.CAP_FULL
-    db.write(lambda conn: policies.put(conn, Scope.PAUSE, "pool:gold", PausePolicy(reason="upgrade"), None))
+    db.write(lambda conn: policies.put(conn, Scope.PAUSE, "pool:gold", PausePolicy(reason="upgrade")))
     assert why(db, job_id).reason is Why.PAUSED and "upgrade" in why(db, job_id).message
     db.write(lambda conn: pools.drain(conn, "gold", 60.0))
     assert why(db, job_id).reason is Why.POOL_CLOSED

@@ -7,7 +7,7 @@ from orchestrator.jobs import Status
 from orchestrator.store import audit, dead_letters, failures, job_reads, schema
 from orchestrator.store.failures import Filter
 from orchestrator.store.job_reads import Left
-from tests.factories import many_jobs
+from tests.factories import many_jobs, write_as
 
 
 def ended(db, prefix: str, status: str, count: int = 1, **columns) -> list[str]:
@@ -22,7 +22,7 @@ def ended(db, prefix: str, status: str, count: int = 1, **columns) -> list[str]:
 
 def start_over(db, wanted=None, limit=100, redrive_max=3, delay=lambda _n: 0.0):
     ids = db.read(lambda conn: failures.matching(conn, wanted or Filter(), limit, redrive_max))
-    return db.write(lambda conn: failures.redrive(conn, ids, redrive_max, delay, "ann"))
+    return write_as("ann", db, lambda conn: failures.redrive(conn, ids, redrive_max, delay))
 
 
 def statuses(db) -> dict[str, str]:
@@ -73,7 +73,7 @@ def test_who_was_started_over_often_enough_stays(db):
     assert db.read(lambda conn: failures.exhausted(conn, Filter(), 3)) == 1
     assert start_over(db).job_ids == ["fresh-0"]
     # Also when it is named, by somebody who looked before the last of its restarts.
-    assert db.write(lambda conn: failures.redrive(conn, ["tired-0"], 3, lambda _n: 0.0, None)).job_ids == []
+    assert db.write(lambda conn: failures.redrive(conn, ["tired-0"], 3, lambda _n: 0.0)).job_ids == []
 
 
 def test_a_job_that_was_started_over_meanwhile_is_left_alone(db):
@@ -83,7 +83,7 @@ def test_a_job_that_was_started_over_meanwhile_is_left_alone(db):
             update(schema.jobs).where(schema.jobs.c.job_id == ids[0]).values(status="running", queued=None)
         )
     )
-    assert db.write(lambda conn: failures.redrive(conn, ids, 3, lambda _n: 0.0, None)).job_ids == ["failed-1"]
+    assert db.write(lambda conn: failures.redrive(conn, ids, 3, lambda _n: 0.0)).job_ids == ["failed-1"]
     assert statuses(db)["failed-0"] == "running"
 
 
@@ -114,4 +114,4 @@ def test_tasks_of_a_workflow_are_neither_counted_nor_in_the_way(db):
     assert db.read(lambda conn: failures.count(conn, Filter())) == 1
     assert start_over(db, limit=1).job_ids == ["failed-0"]
     # Also when they are named.
-    assert db.write(lambda conn: failures.redrive(conn, ["task-0"], 3, lambda _n: 0.0, None)).job_ids == []
+    assert db.write(lambda conn: failures.redrive(conn, ["task-0"], 3, lambda _n: 0.0)).job_ids == []

@@ -35,13 +35,13 @@ class Door:
 
     def policy(self, **fields):
         document = parse(Scope.ADMISSION, fields)
-        self.db.write(lambda conn: policies.put(conn, Scope.ADMISSION, "global", document, "ops"))
+        self.db.write(lambda conn: policies.put(conn, Scope.ADMISSION, "global", document))
 
     def limit(self, agent, **fields):
-        self.db.write(lambda conn: policies.put(conn, Scope.AGENT, agent, AgentPolicy(**fields), "ops"))
+        self.db.write(lambda conn: policies.put(conn, Scope.AGENT, agent, AgentPolicy(**fields)))
 
     def write(self, scope, name, document):
-        self.db.write(lambda conn: policies.put(conn, scope, name, document, "ops"))
+        self.db.write(lambda conn: policies.put(conn, scope, name, document))
 
     def admit(self, conn, fresh):
         return self.entrance.admit(conn, policies.read_book(conn), fresh)
@@ -95,7 +95,7 @@ def test_without_policies_nothing_is_asked(db):
 
 def test_a_pause_refuses_or_takes_what_is_submitted(door):
     def pause(**fields):
-        door.db.write(lambda conn: policies.put(conn, Scope.PAUSE, "agent:a", PausePolicy(**fields), "ops"))
+        door.db.write(lambda conn: policies.put(conn, Scope.PAUSE, "agent:a", PausePolicy(**fields)))
 
     pause(reason="upgrade")
     assert door.submit(agent="a") == ["paused"]
@@ -456,7 +456,7 @@ def test_a_job_that_is_started_over_meets_the_gates_again(door):
     (claim,) = hand.claim(ids[0])
     hand.fail(claim, ErrorKind.PERMANENT)
     assert door.tend() == ids[1:]
-    door.db.write(lambda conn: dead_letters.redrive_one(conn, ids[0], 3, None))
+    door.db.write(lambda conn: dead_letters.redrive_one(conn, ids[0], 3))
     assert row(door.db, ids[0]).queued == "delayed"
     set_job(door.db, ids[0], not_before=NOON - timedelta(days=400))
     door.promote()
@@ -536,7 +536,7 @@ def test_what_is_paused_takes_no_units_from_others(door, key):
     assert door.tend() == [other]
     run(hire(door.db), other)
     assert door.tend() == []
-    door.db.write(lambda conn: policies.remove(conn, Scope.PAUSE, key, "ops"))
+    door.db.write(lambda conn: policies.remove(conn, Scope.PAUSE, key))
     keep_caps(door.db)
     assert door.tend() == [paused]
 
@@ -550,7 +550,7 @@ def test_what_is_paused_after_it_was_let_go_gives_its_units_back(door):
     assert door.tend() == [other]
     assert door.waits(paused) == ["gate:lane:chat"]
     run(hire(door.db), other)
-    door.db.write(lambda conn: policies.remove(conn, Scope.PAUSE, "pool:chat", "ops"))
+    door.db.write(lambda conn: policies.remove(conn, Scope.PAUSE, "pool:chat"))
     assert door.tend() == [paused]
 
 

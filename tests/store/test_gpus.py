@@ -11,7 +11,7 @@ from orchestrator.leases import LeaseRequest, Terms
 from orchestrator.store import gpus, grants, schema
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.gpus import Gate
-from tests.factories import STALE_S, gpu, hire, now, rows, submit, traffic
+from tests.factories import STALE_S, gpu, hire, now, rows, submit, traffic, write_as
 
 TOTAL = 10_000
 
@@ -432,7 +432,7 @@ def test_a_quarantined_gpu_gives_nothing_until_it_is_cleared(db):
     assert take(db, 1, uuid="GPU-1")
     record(db, used(0))
     assert not take(db, 1)  # however well it looks
-    assert db.write(lambda conn: gpus.clear(conn, "GPU-0", "olga")) is True
+    assert write_as("olga", db, lambda conn: gpus.clear(conn, "GPU-0")) is True
     assert (one(db).quarantined_at, one(db).quarantine_reason) == (None, None)
     assert take(db, 1)
     (cleared,) = events(db, "gpu.cleared")

@@ -1,6 +1,7 @@
 """Migrations and schema.py describe the same tables, and any number of instances may migrate at once."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -73,7 +74,8 @@ def statements(db: Database) -> dict[str, list[str]]:
     def read(conn):
         found = {}
         for table in metadata.tables:
-            lines = conn.execute(text(f"SHOW CREATE TABLE {table}")).one()[1].replace(",\n", "\n").splitlines()
+            shown = conn.execute(text(f"SHOW CREATE TABLE {table}")).one()[1]
+            lines = re.sub(r" AUTO_INCREMENT=\d+", "", shown).replace(",\n", "\n").splitlines()
             found[table] = sorted(lines)
         return found
 

@@ -16,6 +16,7 @@ from orchestrator.store import (
     dead_letters,
     dispatch,
     failures,
+    flows,
     gates,
     gpus,
     job_reads,
@@ -26,6 +27,7 @@ from orchestrator.store import (
     outbox,
     reports,
     residency,
+    retention,
     schema,
     tallies,
     withdraw,
@@ -33,6 +35,8 @@ from orchestrator.store import (
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.job_reads import Filter
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
+from orchestrator.tallies import Ids
+from orchestrator.workflows import FlowStatus
 from tests.conftest import empty
 from tests.factories import POLICY, Hand, hire, is_sqlite, many_jobs, now
 
@@ -91,6 +95,12 @@ def crowd(db) -> Hand:
         lambda conn: conn.execute(
             insert(schema.audit),
             [{"event_type": "job.done", "job_id": f"done-{i % 500:06}"} for i in range(HISTORY)],
+        )
+    )
+    db.write(
+        lambda conn: conn.execute(
+            insert(schema.results),
+            [{"job_id": f"done-{i:06}", "attempt": 1, "result": "{}", "run_seconds": 1.0} for i in range(HISTORY)],
         )
     )
     lease = {"agent_name": "a", "memory_mb": 1, "ttl_seconds": 60.0}
@@ -209,6 +219,13 @@ HOT = {
     ),
     "units of what is owned": (lambda c, _: gates.owned_units(c, ()), "ix_jobs_status", 70),
     "oldest pending": (lambda c, _: job_reads._oldest_pending_s(c), "ix_jobs_status", 1),
+    "jobs to forget": (lambda c, _: retention.forget_jobs(c, Status.DONE, 1800.0), "ix_jobs_status", retention.JOBS),
+    "no jobs to forget": (lambda c, _: retention.forget_jobs(c, Status.DONE, 1e7), "ix_jobs_status", 0),
+    "no workflows to forget": (
+        lambda c, _: retention.find_flows(c, FlowStatus.DONE, 1.0),
+        "ix_workflows_status",
+        0,
+    ),
     "audit of a job": (lambda c, _: audit.of_job(c, "done-000007"), "ix_audit_job", 7),
 }
 
@@ -226,6 +243,22 @@ def first_select(engine, call, verb="SELECT"):
         connection.rollback()
     event.remove(engine, "before_cursor_execute", catch)
     return next((s, p) for s, p in caught if s.startswith(verb))
+
+
+def selects(engine, call):
+    """Every SELECT that `call` sends; its effects are rolled back."""
+    caught = []
+
+    def catch(_conn, _cursor, statement, parameters, *_rest):
+        if statement.startswith("SELECT"):
+            caught.append((statement, parameters))
+
+    event.listen(engine, "before_cursor_execute", catch)
+    with engine.connect() as connection:
+        call(connection)
+        connection.rollback()
+    event.remove(engine, "before_cursor_execute", catch)
+    return caught
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +287,30 @@ def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name
     assert "filesort" not in step["Extra"] or most < 10, dict(step)
 
 
+_FLOW = flows.Flow("nobody", "done", 1, 0, 1, 0, None, "a", None)
+#: name → (call, most rows read in all), of looks for what is old
+FORGETTING = {
+    "results": (lambda c: retention.forget_results(c, 0.0), 2 * retention.ROWS),
+    "no results": (lambda c: retention.forget_results(c, 1e7), 1),
+    "events": (lambda c: retention.forget_events(c, 0.0), 3 * retention.ROWS),
+    "no events": (lambda c: retention.forget_events(c, 1e7), 3 * retention.ROWS),
+    "tasks of a workflow": (lambda c: retention._letters(c, _FLOW), 1),
+    "what is given up": (retention.given_up, 1),
+}
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_a_look_for_what_is_old_is_bounded_whatever_is_kept(crowded, name):
+    call, most = FORGETTING[name]
+    engine = crowded.db.engine
+    for statement, parameters in selects(engine, call):
+        with engine.connect() as connection:
+            plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+            connection.rollback()
+        read = sum(float(step["r_rows"] or 0) for step in plan)
+        assert read <= most, [dict(step) for step in plan]
+
+
 _AGENT = dead_letters.Filter(agent="agent-3")
 #: name → (call, index of the letters, most letters read); a job is read for each, by its key
 LETTERS_READ = {
@@ -265,11 +322,11 @@ LETTERS_READ = {
     "count of an agent": (lambda c: dead_letters.count(c, _AGENT), "ANY", LETTERS),
     "count of a type": (lambda c: dead_letters.count(c, dead_letters.Filter(type="type-3")), "ANY", LETTERS),
     "redrive": (
-        lambda c: dead_letters.redrive(c, [f"dead-{i:06}" for i in range(50)], 3, lambda _n: 0.0, None),
+        lambda c: dead_letters.redrive(c, [f"dead-{i:06}" for i in range(50)], 3, lambda _n: 0.0),
         "PRIMARY",
         50,
     ),
-    "purge": (lambda c: dead_letters.purge(c, [f"dead-{i:06}" for i in range(50)], None), "PRIMARY", 50),
+    "purge": (lambda c: dead_letters.purge(c, [f"dead-{i:06}" for i in range(50)]), "PRIMARY", 50),
 }
 
 
@@ -450,7 +507,7 @@ def test_a_fold_walks_along_the_ids_and_finds_jobs_by_their_keys(crowded):
     assert [(step["key"], float(step["r_rows"])) for step in present if step["table"] == "orchestrator_audit"] == [
         ("PRIMARY", 100)
     ]
-    plan = analyzed(crowded, lambda conn: tallies._groups(conn, [tallies.Ids(last - 50, last - 1)]))
+    plan = analyzed(crowded, lambda conn: tallies._groups(conn, [Ids(last - 50, last - 1)]))
     steps = {step["table"]: step for step in plan if step["select_type"] == "DERIVED"}
     assert {table: step["key"] for table, step in steps.items()} == dict.fromkeys(
         ("orchestrator_audit", "orchestrator_jobs", "orchestrator_results"), "PRIMARY"

@@ -9,11 +9,11 @@ from orchestrator.errors import InvalidInput, PolicyNotFound
 from orchestrator.policies import AgentPolicy, Book, CapPolicy, PausePolicy, Scope, keys_of, parse
 from orchestrator.store import policies
 from orchestrator.store.schema import audit
-from tests.factories import meeting
+from tests.factories import meeting, write_as
 
 
 def put(db, scope, name, document, actor="ops"):
-    return db.write(lambda conn: policies.put(conn, scope, name, document, actor))
+    return write_as(actor, db, lambda conn: policies.put(conn, scope, name, document))
 
 
 def book(db) -> Book:
@@ -55,21 +55,21 @@ def test_two_who_make_the_same_policy_at_once_change_it_one_after_the_other(mari
 def test_rolling_back_is_a_change_too(db):
     put(db, Scope.CONCURRENCY, "agent:a", CapPolicy(max=1))
     put(db, Scope.CONCURRENCY, "agent:a", CapPolicy(max=9))
-    db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a", None))
+    db.write(lambda conn: policies.remove(conn, Scope.CONCURRENCY, "agent:a"))
     assert book(db).cap("agent:a") is None
-    assert db.write(lambda conn: policies.roll_back(conn, Scope.CONCURRENCY, "agent:a", 1, "ops")) == 4
+    assert db.write(lambda conn: policies.roll_back(conn, Scope.CONCURRENCY, "agent:a", 1)) == 4
     assert book(db).cap("agent:a") == 1
-    assert db.write(lambda conn: policies.roll_back(conn, Scope.CONCURRENCY, "agent:a", 3, "ops")) is None
+    assert db.write(lambda conn: policies.roll_back(conn, Scope.CONCURRENCY, "agent:a", 3)) is None
     assert book(db).cap("agent:a") is None
     with pytest.raises(PolicyNotFound):
-        db.write(lambda conn: policies.roll_back(conn, Scope.CONCURRENCY, "agent:a", 99, "ops"))
+        db.write(lambda conn: policies.roll_back(conn, Scope.CONCURRENCY, "agent:a", 99))
 
 
 def test_what_is_not_there_cannot_be_read_or_removed(db):
     with pytest.raises(PolicyNotFound):
         db.read(lambda conn: policies.get(conn, Scope.AGENT, "nobody"))
     with pytest.raises(PolicyNotFound):
-        db.write(lambda conn: policies.remove(conn, Scope.AGENT, "nobody", None))
+        db.write(lambda conn: policies.remove(conn, Scope.AGENT, "nobody"))
 
 
 def test_a_copy_hears_of_changes(db):
@@ -131,7 +131,7 @@ def test_two_changes_at_once_are_both_seen_in_whatever_order_they_are_committed(
     copy = policies.Copy()
 
     def slow(conn):
-        policies.put(conn, Scope.PAUSE, "agent:a", PausePolicy(), "ops")
+        policies.put(conn, Scope.PAUSE, "agent:a", PausePolicy())
         other = threads.submit(put, maria_db, Scope.PAUSE, "agent:b", PausePolicy())
         wait([other], timeout=0.5)  # it may have to wait for us, and we do not wait for it
         maria_db.read(copy.book)

@@ -18,7 +18,7 @@ from orchestrator.store import audit, crews, nodes, outbox, pools, schema
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_shift
-from tests.factories import hire, rows, submit, traffic
+from tests.factories import hire, rows, submit, traffic, write_as
 from tests.waiting import wait_until
 from worker.supervisor import Supervisor
 
@@ -26,11 +26,11 @@ TIMEOUT_S = 30.0
 
 
 def create(db: Database, pool_id: str = "gold", **fields: Any) -> None:
-    assert db.write(lambda conn: pools.create(conn, PoolSpec(pool_id=pool_id, **fields), "ann")) == (pool_id, True)
+    assert db.write(lambda conn: pools.create(conn, PoolSpec(pool_id=pool_id, **fields))) == (pool_id, True)
 
 
 def drain(db: Database, timeout_s: float = 60.0, pool_id: str = "gold") -> PoolState:
-    return db.write(lambda conn: pools.drain(conn, pool_id, timeout_s, "ann"))
+    return write_as("ann", db, lambda conn: pools.drain(conn, pool_id, timeout_s))
 
 
 def get(db: Database, pool_id: str = "gold") -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_an_arrow_leaves_only_where_it_starts_and_tells_of_it(db, arrow):
         create(db, state)
         set_pool(db, state, status=state)
         before = len(told(db))
-        moved = db.write(lambda conn, state=state: pools.move(conn, arrow, state, "ann", {"n": 1}))
+        moved = db.write(lambda conn, state=state: pools.move(conn, arrow, state, {"n": 1}))
         assert moved == (state in arrow.source)
         assert get(db, state)["status"] == (arrow.target if moved else state)
         assert told(db)[before:] == ([(arrow.event, {"n": 1})] if moved else [])
@@ -101,8 +101,8 @@ def test_an_arrow_and_its_audit_row_are_one(db, monkeypatch):
 
 def test_what_operators_do_and_what_is_told_of_it(db):
     create(db, model_id="a")
-    db.write(lambda conn: pools.change(conn, "gold", PoolChange(desired_workers=2), "bob"))
-    db.write(lambda conn: pools.change(conn, "gold", PoolChange(model_id="b"), "bob"))
+    write_as("bob", db, lambda conn: pools.change(conn, "gold", PoolChange(desired_workers=2)))
+    write_as("bob", db, lambda conn: pools.change(conn, "gold", PoolChange(model_id="b")))
     assert drain(db, 5.0) is PoolState.DRAINING
     assert drain(db, 1.0) is PoolState.DRAINING
     assert db.write(lambda conn: pools.evict(conn, "gold")) is PoolState.EVICTED
@@ -433,7 +433,7 @@ def test_a_node_is_open_while_its_supervisor_is_heard_and_nobody_drains_it(db):
 def test_draining_nodes_tells_how_many_and_writes_it_down(db):
     for name in ("a", "b"):
         hire(db, node=name)
-    assert db.write(lambda conn: crews.drain_nodes(conn, ["a", "nobody"], 60.0, "ann")) == 1
+    assert db.write(lambda conn: crews.drain_nodes(conn, ["a", "nobody"], 60.0)) == 1
     assert 50 < db.read(lambda conn: crews.node_leave_s(conn, "a")) <= 60
     assert db.read(lambda conn: crews.node_leave_s(conn, "b")) is None
     assert db.write(lambda conn: crews.drain_nodes(conn, None, 0.0)) == 2

@@ -22,7 +22,7 @@ from tests.factories import POLICY, meeting, new_job, rows, traffic
 def limit(db):
     def put(agent="a", rate=0.001, burst=5, **given):
         document = AgentPolicy(rate=rate, burst=burst, **given)
-        db.write(lambda conn: policies.put(conn, Scope.AGENT, agent, document, None))
+        db.write(lambda conn: policies.put(conn, Scope.AGENT, agent, document))
 
     return put
 
@@ -83,7 +83,7 @@ def test_a_clock_that_was_set_back_stops_nobody_for_longer(db, limit):
 def test_agents_have_buckets_of_their_own_and_those_without_a_rate_none(db, limit):
     limit("*", burst=2)
     limit("vip", burst=3)
-    db.write(lambda conn: policies.put(conn, Scope.AGENT, "free", AgentPolicy(weight=2.0), None))
+    db.write(lambda conn: policies.put(conn, Scope.AGENT, "free", AgentPolicy(weight=2.0)))
     batch = [job for agent in ("b", "vip", "c", "free") for job in jobs(4, agent)]
     answers = send(db, batch)
     assert [created(answers[n : n + 4]) for n in range(0, 16, 4)] == [2, 3, 2, 4]
@@ -157,7 +157,7 @@ def test_all_who_store_jobs_at_once_share_a_bucket(db, db_url, open_database, li
 
 def test_a_bucket_that_two_find_missing_is_one_bucket(maria_db, monkeypatch):
     document = AgentPolicy(rate=0.001, burst=1)
-    maria_db.write(lambda conn: policies.put(conn, Scope.AGENT, "a", document, None))
+    maria_db.write(lambda conn: policies.put(conn, Scope.AGENT, "a", document))
     monkeypatch.setattr(rates, "_locked", meeting(2, rates._locked))
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: send(maria_db, jobs(1)), range(2)))

@@ -4,11 +4,11 @@ import pytest
 
 from orchestrator.errors import JobNotFound, JobNotWaiting
 from orchestrator.store import audit, outbox, reorder
-from tests.factories import hire, history, row, submit
+from tests.factories import hire, history, row, submit, write_as
 
 
 def set_priority(db, job_id, priority):
-    return db.write(lambda conn: reorder.set_priority(conn, job_id, priority, "somebody"))
+    return write_as("somebody", db, lambda conn: reorder.set_priority(conn, job_id, priority))
 
 
 def take(db, limit=10):

@@ -145,7 +145,7 @@ def test_a_job_id_that_was_purged_and_submitted_again_does_not_meet_the_lease_of
     (claim,) = hand.claim("again")
     hand.record(ends=[failed(claim, ErrorKind.TIMEOUT)._replace(left=left(hand, key="model:new"))])
     assert status(db, "again") == "dead_letter"
-    assert db.write(lambda conn: dead_letters.purge(conn, ["again"], None)).job_ids == ["again"]
+    assert db.write(lambda conn: dead_letters.purge(conn, ["again"])).job_ids == ["again"]
     submit(db, job_id="again", min_memory_mb=1000)
     (claim,) = hand.claim("again")
     assert (claim.attempt, claim.lease.key) == (1, job_lease_key("again", 1))

@@ -28,7 +28,7 @@ def spec(**fields):
 
 
 def put(db, name="s", **fields):
-    return db.write(lambda conn: schedules.put(conn, name, spec(**fields), "ops"))
+    return db.write(lambda conn: schedules.put(conn, name, spec(**fields)))
 
 
 def get(db, name="s"):
@@ -69,7 +69,7 @@ def term(db, holder="a"):
     leadership.ensure_row(db, "lock")
     epoch = db.write(lambda conn: leadership.take(conn, "lock", holder, 60.0, lock_held=True))
     assert epoch is not None
-    return Term(db, "lock", epoch)
+    return Term(db, "lock", epoch, "leader:test")
 
 
 # --- operators ---
@@ -113,8 +113,8 @@ def test_what_is_not_enabled_does_not_fire_and_begins_anew_later(db):
 
 def test_a_deleted_schedule_is_gone(db):
     put(db)
-    db.write(lambda conn: schedules.remove(conn, "s", "ops"))
-    for work in (lambda conn: schedules.get(conn, "s"), lambda conn: schedules.remove(conn, "s", None)):
+    db.write(lambda conn: schedules.remove(conn, "s"))
+    for work in (lambda conn: schedules.get(conn, "s"), lambda conn: schedules.remove(conn, "s")):
         with pytest.raises(ScheduleNotFound):
             db.write(work)
 

@@ -82,9 +82,9 @@ def test_redriving_and_purging_100_dead_letters(db):
     letters = [{"job_id": job_id, "reason": "timeout", "attempts": 3} for job_id in ids]
     db.write(lambda conn: conn.execute(insert(schema.dead_letters), letters))
     with traffic(db) as redriven:
-        removed = db.write(lambda conn: dead_letters.redrive(conn, ids[:100], 3, lambda _n: 0.0, None))
+        removed = db.write(lambda conn: dead_letters.redrive(conn, ids[:100], 3, lambda _n: 0.0))
     with traffic(db) as purged:
-        removed_too = db.write(lambda conn: dead_letters.purge(conn, ids[100:], None))
+        removed_too = db.write(lambda conn: dead_letters.purge(conn, ids[100:]))
     assert [len(removed.job_ids), len(removed_too.job_ids)] == [100, 100]
     assert len(statements(redriven)) <= 4, redriven.statements
     assert len(statements(purged)) <= 7, purged.statements

@@ -28,11 +28,12 @@ from tests.factories import (
     set_job,
     status,
     submit,
+    write_as,
 )
 
 
-def cancelled(db, job_id, actor=None):
-    return db.write(lambda conn: cancel(conn, job_id, actor))
+def cancelled(db, job_id, actor="somebody"):
+    return write_as(actor, db, lambda conn: cancel(conn, job_id))
 
 
 def record_of(db, job_id):

@@ -441,7 +441,7 @@ def test_retry_failed_starts_over_what_ended_badly(db):
     hand.finish(b)
     hand.fail(c, ErrorKind.PERMANENT)
     assert standing(db) == {"a": "done", "b": "done", "c": "failed", "d": "cancelled"}
-    db.write(lambda conn: workflows.retry_failed(conn, "w", "ops"))
+    db.write(lambda conn: workflows.retry_failed(conn, "w"))
     assert standing(db) == {"a": "done", "b": "done", "c": "ready", "d": "blocked"}
     found = flow(db)
     assert found["status"] == "running" and found["progress"]["completed"] == 2 and found["reason"] is None
@@ -473,10 +473,10 @@ def test_retry_failed_takes_dead_letters_along(db):
     hand.fail(hand.claim("w.a")[0])
     assert len(rows(db, schema.dead_letters)) == 1
     with pytest.raises(TaskOfWorkflow):
-        db.write(lambda conn: dead_letters.redrive_one(conn, "w.a", 3, None))
+        db.write(lambda conn: dead_letters.redrive_one(conn, "w.a", 3))
     wanted = dead_letters.Filter()
     assert db.read(lambda conn: dead_letters.matching(conn, wanted, 10, redrive_max=3)) == []
-    assert db.write(lambda conn: dead_letters.redrive(conn, ["w.a"], 3, lambda _n: 0.0, None)).job_ids == []
+    assert db.write(lambda conn: dead_letters.redrive(conn, ["w.a"], 3, lambda _n: 0.0)).job_ids == []
     db.write(lambda conn: workflows.retry_failed(conn, "w"))
     assert rows(db, schema.dead_letters) == [] and standing(db) == {"a": "ready"}
 
@@ -487,7 +487,7 @@ def test_a_purge_leaves_the_tasks_of_workflows(db):
     hand.fail(hand.claim("w.a")[0])
     before = flow(db), rows(db, schema.task_edges)
     assert db.read(lambda conn: dead_letters.matching(conn, dead_letters.Filter(), 10)) == []
-    assert db.write(lambda conn: dead_letters.purge(conn, ["w.a"], None)).job_ids == []
+    assert db.write(lambda conn: dead_letters.purge(conn, ["w.a"])).job_ids == []
     assert (flow(db), rows(db, schema.task_edges)) == before and standing(db)["a"] == "dead_letter"
     assert len(rows(db, schema.dead_letters)) == 1
 
@@ -505,7 +505,7 @@ def test_rerun_starts_a_task_over_with_all_that_follows_it(db):
     hand = hire(db)
     for names in (["a", "e"], ["b", "c"], ["d"]):
         run(hand, *names)
-    again = db.write(lambda conn: workflows.rerun(conn, "w", "b", "ops"))
+    again = db.write(lambda conn: workflows.rerun(conn, "w", "b"))
     assert again.tasks == 2
     assert standing(db) == {"a": "done", "b": "ready", "c": "done", "d": "blocked", "e": "done"}
     assert flow(db)["status"] == "running" and flow(db)["progress"]["done"] == 3

@@ -23,10 +23,13 @@ from orchestrator.cli import fleet as fleet_command
 from orchestrator.cli import jobs as jobs_command
 from orchestrator.cli import pools as pools_command
 from orchestrator.cli import workflows as workflows_command
+from orchestrator.cli.schema import opened
 from orchestrator.cli.servers import stop_on_sigterm, undisturbed
 from orchestrator.embedded import DataDir
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.settings import Settings
+from orchestrator.store import schema
+from tests.factories import rows
 from tests.receiver import receiving
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -250,6 +253,18 @@ def test_a_duty_by_hand(valkey_server, capsys):
     capsys.readouterr()
     assert run(["duty", "reclaim", "--once", "--json", "--redis-url", valkey_server.url]) == 0
     assert json.loads(capsys.readouterr().out) == {"duty": "reclaim", "count": 0, "epoch": 1}
+
+
+def test_what_a_command_changes_by_itself_names_its_user(valkey_server, capsys, monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    valkey_server.flush()
+    run(["migrate"])
+    assert run(["duty", "retention", "--once", "--redis-url", valkey_server.url]) == 0
+    with opened(Settings()) as db:
+        told = [(row.event_type, row.actor) for row in rows(db, schema.audit)]
+    # Nobody led: the duty made itself a leader for a moment.
+    assert [told[0], told[-1]] == [("schema.migrated", "cli:ann"), ("duty.run", "cli:ann")]
+    assert [event for event, _ in told] == ["schema.migrated", "leader.elected", "duty.run"]
 
 
 def test_doctor(valkey_server, capsys):

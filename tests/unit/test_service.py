@@ -14,6 +14,7 @@ class FakeSession:
     """Notes what it was told; `on_begin` is what its beginning does."""
 
     types = ("echo",)
+    worker_id = "host:1:fake"
     lost = False
 
     def __init__(self, post: Post, on_begin: Callable[[], None] = lambda: None) -> None:

@@ -420,6 +420,12 @@ BROKEN = [
     ({"lane_window_min": 4097}, "lane_window_min = 4097, lane_window_max = 4096: "),
     ({"retry_cap_s": 0.9}, "retry_base_s = 1.0, retry_cap_s = 0.9: "),
     ({"republish_after_s": 0.9}, "publish_interval_s = 0.5, republish_after_s = 0.9: "),
+    ({"retention_results_s": 2_592_001.0}, "retention_results_s = 2592001.0, retention_jobs_s = 2592000.0: "),
+    ({"retention_results_s": 0.0}, "retention_results_s = 0.0, retention_jobs_s = 2592000.0: "),
+    (
+        {"retention_jobs_s": 59.0, "retention_results_s": 59.0},
+        "lease_ttl_s = 60.0, retention_jobs_s = 59.0: ",
+    ),
 ]
 
 
@@ -433,7 +439,7 @@ def test_a_broken_relation_names_both_values_and_the_way_out(cli, start):
 
 
 def test_every_relation_has_a_case():
-    assert len(BROKEN) == len(RELATIONS)
+    assert len(BROKEN) == len(RELATIONS) + 1  # for ever is longer than anything
     assert {start.split()[0] for _, start in BROKEN} == {relation.short for relation in RELATIONS}
 
 
@@ -450,6 +456,10 @@ def test_every_relation_has_a_case():
         {"lane_window_min": 4096},
         {"retry_cap_s": 1.0},
         {"republish_after_s": 1.0},
+        {"retention_results_s": 1.0},
+        {"retention_jobs_s": 60.0, "retention_results_s": 60.0},
+        {"retention_jobs_s": 0.0},
+        {"retention_jobs_s": 0.0, "retention_results_s": 0.0},
     ],
 )
 def test_the_edge_of_a_relation_is_allowed(cli):

@@ -84,7 +84,7 @@ def start(cluster, orchestrator, notes, type, **fields):
 
 
 def cancel(cluster, orchestrator, job_id):
-    status = cluster.db.write(lambda conn: withdraw.cancel(conn, job_id, "tester"))
+    status = cluster.db.write(lambda conn: withdraw.cancel(conn, job_id))
     orchestrator.hub.ring("cancel")
     return status
 
@@ -137,14 +137,14 @@ def test_a_handler_that_resists_is_killed_with_its_children_before_the_job_count
 
 def test_without_the_bell_the_next_heartbeat_brings_the_cancel(cluster, orchestrator, worker, notes):
     job_id = start(cluster, orchestrator, notes, "polite")
-    cluster.db.write(lambda conn: withdraw.cancel(conn, job_id, None))
+    cluster.db.write(lambda conn: withdraw.cancel(conn, job_id))
     cluster.wait_for(job_id, "cancelled")
 
 
 def test_a_cancelled_job_of_a_dead_worker_is_cancelled_not_retried(cluster, orchestrator, worker, notes):
     job_id = start(cluster, orchestrator, notes, "polite")
     worker.send(signal.SIGSTOP)
-    cluster.db.write(lambda conn: withdraw.cancel(conn, job_id, None))
+    cluster.db.write(lambda conn: withdraw.cancel(conn, job_id))
     cluster.wait_for(job_id, "cancelled")
     worker.kill()
     assert "job.retry" not in events(cluster, job_id)
@@ -184,7 +184,7 @@ def test_a_cancelled_attempt_puts_nothing_in_place(cluster, orchestrator, worker
     path.write_text("from before")
     job_id = write(cluster, orchestrator, notes, gate, path)
     cluster.wait_for(job_id, "running")
-    cluster.db.write(lambda conn: withdraw.cancel(conn, job_id, None))
+    cluster.db.write(lambda conn: withdraw.cancel(conn, job_id))
     gate.unlink()
     cluster.wait_for(job_id, "cancelled")
     assert path.read_text() == "from before"

@@ -722,7 +722,7 @@ def test_a_cancel_leaves_the_server_and_its_worker_takes_it_along(cluster, orche
     notes = tmp_path / "notes"
     hanging = submit(orchestrator, "named", {"hang": str(notes)}, model_id="llama")
     wait_until(notes.exists, what="the request", timeout=30)
-    cluster.db.write(lambda conn: withdraw.cancel(conn, hanging, None))
+    cluster.db.write(lambda conn: withdraw.cancel(conn, hanging))
     cluster.wait_for(hanging, "cancelled")
     pid = run(cluster, orchestrator, "named", model_id="llama")["pid"]
     assert notes.read_text() == f"gone {pid}", "the same server, which knows that nobody waits"

@@ -174,7 +174,7 @@ class Operator:
             self._history.quarantines.append(Quarantine(uuid, reason, time.monotonic()))
             self._history.count("quarantines")
             self.thread.stopping.wait(self._rng.uniform(0.0, 0.5))
-            self._db.write(partial(store_gpus.clear, uuid=uuid, actor="operator"))
+            self._db.write(partial(store_gpus.clear, uuid=uuid))
 
 
 def _within(seconds: float, fact: Callable[[], bool]) -> bool:

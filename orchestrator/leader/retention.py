@@ -1,0 +1,76 @@
+"""The duty `retention`: one short, fenced transaction after the other deletes what was kept long enough."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from orchestrator.leader.term import Term
+from orchestrator.settings import Settings
+from orchestrator.store import retention
+from orchestrator.store.retention import FORGOTTEN, OVER, ROWS, Place, Step
+from orchestrator.workflows import FlowStatus
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Walked:
+    """How far each walk has come in this term."""
+
+    places: dict[tuple[str, str], Place | None] = field(default_factory=dict)
+
+
+def forget_old(term: Term, settings: Settings, walked: Walked) -> int:
+    """One look of each kind; as much as a full batch when there is more to look at right now."""
+    kept_s, results_s, events_s = settings.retention_jobs_s, settings.retention_results_s, settings.retention_audit_s
+    deleted: Counter[str] = Counter()
+    more = False
+    if kept_s:
+        for status in FORGOTTEN:
+            look = partial(retention.forget_jobs, status=status, keep_s=kept_s)
+            more |= _walk(term, walked, ("jobs", status), look, deleted)
+        for ended in OVER:
+            more |= _give_up(term, walked, ended, kept_s)
+        more |= _forget_flows(term, deleted)
+    if results_s and results_s != kept_s:  # else they go with their jobs
+        look = partial(retention.forget_results, keep_s=results_s)
+        more |= _walk(term, walked, ("results", ""), look, deleted)
+    if events_s:
+        deleted["events"] = term.write(partial(retention.forget_events, keep_s=events_s))
+        more |= deleted["events"] == ROWS
+    if deleted.total():
+        log.info("forgotten", extra={kind: count for kind, count in deleted.items() if count})
+    return max(deleted.total(), ROWS if more else 0)
+
+
+def _walk(term: Term, walked: Walked, name: tuple[str, str], look: Callable[..., Step], deleted: Counter[str]) -> bool:
+    """One step of a walk; whether the next should follow at once."""
+    step: Step = term.write(partial(look, after=walked.places.get(name)))
+    walked.places[name] = step.after
+    deleted[name[0]] += step.deleted
+    return step.more
+
+
+def _give_up(term: Term, walked: Walked, status: FlowStatus, kept_s: float) -> bool:
+    """Workflows that are old enough are forgotten from now on; whether there are more to look at."""
+    name = "workflows", str(status)
+    after = walked.places.get(name)
+    found, walked.places[name] = term.db.read(lambda conn: retention.find_flows(conn, status, kept_s, after))
+    for workflow_id in found:
+        term.write(partial(retention.give_up, workflow_id=workflow_id, keep_s=kept_s))
+    return walked.places[name] is not None
+
+
+def _forget_flows(term: Term, deleted: Counter[str]) -> bool:
+    """Go on deleting workflows that were given up; whether something of them is left that can go now."""
+    more = False
+    for workflow_id in term.db.read(retention.given_up):
+        rows, gone = term.write(partial(retention.forget_flow, workflow_id=workflow_id))
+        deleted["tasks"] += rows
+        deleted["workflows"] += gone
+        more |= bool(rows) and not gone
+    return more

@@ -1,0 +1,165 @@
+"""Log lines are made of constants: an event that is always the same text, and fields from one list (docs/logs.md)."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from orchestrator.telemetry import life
+
+ROOT = Path(__file__).parents[2]
+#: Libraries inside other people's programs, whose logs have a format of their own: sentences with their arguments.
+ELSEWHERE = ("orchestrator/client/", "orchestrator/bounded.py")
+#: Has its events in a table, which is read instead.
+TABLES = ("orchestrator/telemetry/life.py",)
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+#: Functions that make fields, and which.
+MADE = {"about": {"job_id", "attempt", "trace_id"}, "_about": {"item", "job_id", "attempt", "worker_id"}}
+
+
+class Line(NamedTuple):
+    place: str
+    event: str | None
+    fields: set[str] | None
+
+
+def sources() -> Iterator[tuple[str, ast.AST]]:
+    for top in ("orchestrator", "worker"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith(ELSEWHERE):
+                yield name, ast.parse(path.read_text(), name)
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS):
+            continue
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "log":
+            yield node
+
+
+def named(value: ast.expr | None, tree: ast.AST) -> set[str] | None:
+    """The fields of an `extra`; None when they cannot be read from the source."""
+    if value is None:
+        return set()
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr):
+        left, right = named(value.left, tree), named(value.right, tree)
+        return None if left is None or right is None else left | right
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return MADE.get(value.func.id)
+    if isinstance(value, ast.Name):
+        return assigned(value.id, tree)
+    if not isinstance(value, ast.Dict):
+        return None
+    found: set[str] = set()
+    for key, inner in zip(value.keys, value.values, strict=True):
+        if key is None:
+            more = named(inner, tree)
+            if more is None:
+                return None
+            found |= more
+        elif isinstance(key, ast.Constant):
+            found.add(str(key.value))
+        else:
+            return None
+    return found
+
+
+def assigned(name: str, tree: ast.AST) -> set[str] | None:
+    """Of a variable that is given a literal, wherever in the module that is."""
+    literals = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Dict)
+        and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+    ]
+    found = [named(literal, tree) for literal in literals]
+    return set().union(*[one or set() for one in found]) if found and None not in found else None
+
+
+def lines(name: str, tree: ast.AST) -> list[Line]:
+    made = []
+    for call in calls(tree):
+        first = call.args[0]
+        event = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
+        extra = next((keyword.value for keyword in call.keywords if keyword.arg == "extra"), None)
+        fields = named(extra, tree)
+        made.append(Line(f"{name}:{call.lineno}", event if len(call.args) == 1 else None, fields))
+    return made
+
+
+def bound(tree: ast.AST) -> set[str]:
+    """Fields that a block gives to all its lines."""
+    return {
+        str(keyword.arg)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"logs.bind", "logs.configure"}
+        for keyword in node.keywords
+    }
+
+
+LINES = [line for name, tree in sources() if name not in TABLES for line in lines(name, tree)]
+BOUND = set().union(*(bound(tree) for _, tree in sources()))
+KINDS = {"jobs", "results", "workflows", "tasks", "events"}  # what `retention` counts
+EVENTS = {line.event for line in LINES if line.event} | {event for _, event in life.EVENTS.values()}
+FIELDS = set().union(*(line.fields or set() for line in LINES)) | BOUND | KINDS | {"error_kind", "trace_id"}
+
+
+def documented(heading: str) -> set[str]:
+    text = (ROOT / "docs/logs.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return {line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `")}
+
+
+def test_every_event_is_a_constant_without_formatting():
+    wrong = [line.place for line in LINES if line.event is None or "%" in line.event or "\n" in line.event]
+    assert wrong == []
+
+
+def test_every_line_names_its_fields_in_the_source():
+    unread = [line.place for line in LINES if line.fields is None]
+    assert [place.rpartition(":")[0] for place in unread] == ["orchestrator/leader/retention.py"]  # KINDS
+
+
+def test_the_fields_are_those_of_the_page_and_no_others():
+    assert documented("Fields") == FIELDS
+
+
+def test_the_events_are_those_of_the_page_and_no_others():
+    assert documented("Events") == EVENTS
+
+
+def test_nothing_is_logged_that_may_hold_a_payload():
+    assert not FIELDS & {"payload", "result", "token", "lease_token", "url_with_password", "headers", "body"}
+
+
+def test_a_line_about_a_job_tells_the_attempt():
+    alone = [line.place for line in LINES if line.fields and "job_id" in line.fields and "attempt" not in line.fields]
+    assert alone == []
+
+
+# Each check is able to fail.
+
+
+@pytest.mark.parametrize(
+    ("source", "event", "fields"),
+    [
+        ('log.info("a")', "a", set()),
+        ('log.info(f"a {b}")', None, set()),
+        ('log.info("a %s", b)', None, set()),
+        ('log.info("a", extra={"b": 1, **c})', "a", None),
+        ('x = {"d": 1}\nlog.info("a", extra={"b": 1} | x)', "a", {"b", "d"}),
+        ('log.info("a", extra={name: 1})', "a", None),
+        ('log.exception("a", extra=about(claim))', "a", MADE["about"]),
+    ],
+)
+def test_a_line_is_read_as_it_is(source, event, fields):
+    (line,) = lines("x.py", ast.parse(source))
+    assert (line.event, line.fields) == (event, fields)
+
+
+def test_there_is_something_to_check():
+    assert len(LINES) > 60
