@@ -162,7 +162,8 @@ class Spans:
 class _Submitting(Submit):
     def __init__(self, span: Span, given: str | None) -> None:
         # One that is not recorded stands for nothing: the caller's own is handed on instead.
-        super().__init__(written(span.get_span_context()) if span.is_recording() or given is None else given)
+        own = span.get_span_context()
+        super().__init__(written(own) if own.is_valid and (span.is_recording() or given is None) else given)
         self._span = span
 
     def about(self, attributes: Mapping[str, Any]) -> None:

@@ -169,7 +169,18 @@ def test_what_a_caller_does_not_record_is_handed_on(memory):
     assert kept(memory) == {}
 
 
-def test_the_share_that_is_sampled(monkeypatch):
+def test_who_disables_the_library_has_no_spans_and_no_trouble(monkeypatch):
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    exporter = InMemorySpanExporter()
+    silent = Spans(exporter, "test")
+    with silent.submitting(None, {}) as own, silent.submitting(CONTEXT, {}) as other:
+        assert (own.context, other.context) == (None, CONTEXT)
+    silent.died([End("j", 1, Outcome.FAILED, error="killed", trace_context=CONTEXT)], 0.0, "w")
+    silent.close()
+    assert exporter.get_finished_spans() == ()
+
+
+def test_the_share_that_is_sampled():
     exporter = InMemorySpanExporter()
     none = Spans(exporter, "test", 0.0)
     with none.submitting(None, {}) as own, none.submitting(CONTEXT, {}):
