@@ -8,7 +8,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import redis
 
+from orchestrator.store import schema
 from tests.cluster import Cluster, Member, post
 from tests.scaler.keda import ScaledObject, Trigger
 from tests.scaler.manifests import environment, scaled_object, worker_pod
@@ -140,6 +142,31 @@ def test_jobs_survive_a_scale_down_that_hits_their_worker(cluster, tmp_path):
     for job in jobs:
         record = cluster.job(job["job_id"])
         assert (record["status"], record["attempt"], record["attempts"]) == ("done", 1, 1)
+
+
+def test_the_length_of_the_stream_wakes_keeps_and_lets_go(cluster, redis_server, tmp_path):
+    """The redis-streams trigger: what is in the window and what runs, and nothing else."""
+    _, url = cluster.serve()
+    spec = scaled_object("redis-streams")["spec"]
+    (trigger,) = spec["triggers"]
+    keda = ScaledObject(spec, Trigger(float(trigger["metadata"]["streamLength"])))
+    gate = tmp_path / "gate"
+    gate.touch()
+    with redis.Redis.from_url(redis_server.url) as raw:
+
+        def length() -> int:
+            return int(raw.xlen(trigger["metadata"]["stream"]))
+
+        assert keda.poll(0.0, length()) == 0
+        submit(url, gate, 1)
+        wait_until(lambda: length() == 1, what="an entry")
+        assert keda.poll(5.0, length()) == 1
+        Deployment(cluster, url).poll()
+        wait_until(lambda: cluster.count("orchestrator_jobs", schema.jobs.c.status == "running"), what="it runs")
+        assert keda.poll(5.0 + spec["cooldownPeriod"], length()) == 1, "what runs keeps its worker"
+        gate.unlink()
+        wait_until(lambda: length() == 0, what="an empty stream")
+        assert keda.poll(2 * (5.0 + spec["cooldownPeriod"]), length()) == 0
 
 
 def test_an_orchestrator_that_is_away_ends_nobody(cluster, tmp_path):

@@ -54,6 +54,7 @@ def wanted(**fields):
         # Slow, but everybody has a slot: more workers would change nothing.
         ({"running": 4, "workers": 1, "busy_workers": 1, "slots": 4, "mean_latency_s": 600.0}, 1),
         ({"running": 150, "workers": 5, "busy_workers": 5, "slots": 40}, 5),
+        ({"running": 130, "workers": 5, "busy_workers": 4, "slots": 40}, 5),
         # Half of the slots are in use: as many as there are.
         ({"running": 10, "workers": 5, "busy_workers": 5, "slots": 4}, 5),
         # One of forty is in use: down, but nobody who is busy.

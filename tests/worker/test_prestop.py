@@ -103,7 +103,7 @@ def test_an_idle_worker_is_gone_at_once(cluster, orchestrator):
 
 def test_a_process_that_would_die_of_the_signal_is_sent_none(capsys):
     with subprocess.Popen(["sleep", "60"]) as other:
-        assert run(["drain-worker", "--pid", str(other.pid), "--timeout", "0"]) == 1
+        assert run(["drain-worker", "--pid", str(other.pid), "--timeout", "0.5"]) == 1
         assert other.poll() is None
         other.kill()
     assert "still there" in capsys.readouterr().err
