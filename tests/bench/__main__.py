@@ -1,12 +1,12 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
 python -m tests.bench [--jobs 10000] [--leases 4096] [--submits 50000] [--rounds 3] [--slots 16] [--json]
-                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|map|import] [--parts 100000]
+                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|map|import|scrape] [--parts 100000]
 
-`shares`, `map` and `import` are run only when asked for: they take minutes. They exit with 1 when an agent does not get
-its share; when a map of so many parts, whose workers are killed meanwhile, is not exactly what it should be; when a
-file that was imported, interrupted and imported again (`--jobs`, by default 100,000 lines) did not become exactly its
-jobs, or the importer's memory grows.
+`shares`, `map`, `import` and `scrape` are run only when asked for: they take minutes. They exit with 1 when an agent
+does not get its share; when a map of so many parts, whose workers are killed meanwhile, is not exactly what it should
+be; when a file that was imported, interrupted and imported again (`--jobs`, by default 100,000 lines) did not become
+exactly its jobs, or the importer's memory grows; when scrapes with a million jobs waiting take longer than promised.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from tests.bench.leases import Leases
 from tests.bench.mapping import Mapping, wrong_with
 from tests.bench.ours import Ours
 from tests.bench.publish import BACKLOGS, TAKEN, Publishing
+from tests.bench.scrape import BACKLOGS as SCRAPED
+from tests.bench.scrape import PROMISED_S, Scrape
 from tests.bench.shares import LATE_WINDOWS, TOLERANCE, WANTED, WINDOW, Shares
 from tests.bench.trial import Trial
 from tests.bench.warmth import LOAD_S, Warmth
@@ -48,7 +50,7 @@ def main() -> None:
                     measure(mariadb, redis, options, figures)
     medians = {name: statistics.median(values) for name, values in figures.items()}
     _report(medians, figures, options)
-    if figures.get("shares missed") or figures.get("map is wrong"):
+    if figures.get("shares missed") or figures.get("map is wrong") or figures.get("scrapes are slow"):
         sys.exit(1)
 
 
@@ -197,6 +199,24 @@ def _import(mariadb: MariaDB, redis: Redis, options: argparse.Namespace, figures
             measured.close()
 
 
+def _scrape(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    redis.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        scrape = Scrape(mariadb.create_database("bench_scrape"), redis.url, Path(folder))
+        try:
+            found = scrape.measure()
+        finally:
+            scrape.close()
+    for what, value in found.items():
+        figures[f"scrape, {what}"].append(value)
+    slowest = max(value for what, value in found.items() if what.endswith("p99 ms"))
+    promised = 1000 * PROMISED_S
+    verdict = "less" if slowest < promised else "MORE"
+    print(f"p99 of a scrape: {slowest:.1f} ms, {verdict} than {promised:g} ms", file=sys.stderr)
+    if slowest >= promised:
+        figures["scrapes are slow"].append(1)
+
+
 PARTS = {
     "leases": _grants,
     "jobs": _round,
@@ -208,8 +228,9 @@ PARTS = {
     "shares": _shares,
     "map": _map,
     "import": _import,
+    "scrape": _scrape,
 }
-ON_DEMAND = {"shares", "map", "import"}
+ON_DEMAND = {"shares", "map", "import", "scrape"}
 
 
 def _report(medians: dict[str, float], figures: dict[str, list[float]], options: argparse.Namespace) -> None:
@@ -226,6 +247,9 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
     if options.only in (None, "publish"):
         few, many = (medians[f"publish {TAKEN} of {count:,}: ms"] for count in BACKLOGS)
         ratios["publish: a million waiting ÷ a thousand"] = many / few
+    for part in ("p50", "p99") if options.only == "scrape" else ():
+        few, many = (medians[f"scrape, {count:,} pending: {part} ms"] for count in SCRAPED)
+        ratios[f"scrape, {part}: a million waiting ÷ a thousand"] = many / few
     for label in BATCHES.values() if options.only in (None, "leases") else ():
         ratio = medians[f"ours: lease grants, {label}"] / medians[f"raw: lease grants, {label}"]
         ratios[f"lease grants, {label}: ours ÷ raw"] = ratio

@@ -11,6 +11,7 @@ from sqlalchemy import event, insert, text
 from orchestrator.jobs import ErrorKind, Queued, Status
 from orchestrator.store import (
     audit,
+    backlog,
     blocked,
     dead_letters,
     dispatch,
@@ -25,6 +26,7 @@ from orchestrator.store import (
     reports,
     residency,
     schema,
+    tallies,
     withdraw,
 )
 from orchestrator.store.claim import claim_jobs
@@ -401,6 +403,60 @@ def test_what_is_left_of_a_lane_is_counted_up_to_a_limit(crowded):
     steps = [step for step in plan if step["table"] == "orchestrator_jobs"]
     assert sorted(step["key"] for step in steps) == ["ix_jobs_queue"] * 3 + ["ix_jobs_status"], plan
     assert all(float(step["r_rows"] or 0) <= 101 for step in steps), plan
+
+
+def analyzed(crowded, call):
+    statement, parameters = first_select(crowded.db.engine, call)
+    with crowded.db.engine.connect() as connection:
+        return connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+
+
+def test_depths_pass_the_entries_of_what_waits_and_no_row_and_no_history(crowded):
+    plan = analyzed(crowded, lambda conn: backlog.depths(conn, ["default", "idle", "idle-later"]))
+    waiting, owned = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    found = crowded.db.read(lambda conn: backlog.depths(conn, ["default", "idle", "idle-later"]))
+    count = sum(depth.due + depth.delayed + depth.blocked for depth in found.values())
+    assert count > HISTORY
+    assert (waiting["key"], waiting["type"], float(waiting["r_rows"])) == ("ix_jobs_queue", "range", count), plan
+    assert "Using index" in waiting["Extra"] and "filesort" not in waiting["Extra"], dict(waiting)
+    assert owned["key"] == "ix_jobs_status" and float(owned["r_rows"]) <= 71, dict(owned)
+
+
+def test_the_oldest_is_looked_for_among_the_first(crowded):
+    plan = analyzed(crowded, lambda conn: backlog.oldest_s(conn, ["default"], look=100))
+    steps = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert [step["key"] for step in steps] == ["ix_jobs_queue"] * 2, plan
+    assert all(float(step["r_rows"]) <= 101 and "filesort" not in step["Extra"] for step in steps), plan
+
+
+def test_of_lanes_without_a_label_one_job_each_is_read(crowded):
+    plan = analyzed(crowded, lambda conn: backlog.oldest_head_s(conn, ["other"]))
+    steps = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert [step["key"] for step in steps] == ["ix_jobs_queue"] * 2, plan
+    assert all(float(step["r_rows"] or 0) <= 1 for step in steps), plan
+
+
+def test_what_is_stuck_is_one_row_of_each_lane(crowded):
+    (step,) = analyzed(crowded, lambda conn: backlog.stuck(conn, {"default": 1.0}, ["default"]))
+    assert step["key"] == "ix_jobs_queue" and float(step["r_rows"]) <= 1, dict(step)
+
+
+def test_a_fold_walks_along_the_ids_and_finds_jobs_by_their_keys(crowded):
+    first, last = crowded.db.read(
+        lambda conn: conn.execute(text("SELECT MIN(id), MAX(id) FROM orchestrator_audit")).one()
+    )
+    present = analyzed(crowded, lambda conn: tallies._present(conn, schema.audit.c.id > first + 2000, 100))
+    assert [(step["key"], float(step["r_rows"])) for step in present if step["table"] == "orchestrator_audit"] == [
+        ("PRIMARY", 100)
+    ]
+    plan = analyzed(crowded, lambda conn: tallies._groups(conn, [tallies.Ids(last - 50, last - 1)]))
+    steps = {step["table"]: step for step in plan if step["select_type"] == "DERIVED"}
+    assert {table: step["key"] for table, step in steps.items()} == dict.fromkeys(
+        ("orchestrator_audit", "orchestrator_jobs", "orchestrator_results"), "PRIMARY"
+    ), plan
+    assert float(steps["orchestrator_audit"]["r_rows"]) <= 50, plan
+    before = [step for step in plan if step["table"] == "before"]
+    assert before and {step["key"] for step in before} == {"ix_audit_job"}, plan
 
 
 def test_the_second_page_reads_no_more_than_the_first(crowded):
