@@ -203,8 +203,8 @@ class Truth:
     def granted(self) -> dict[str, int]:
         """Leases of clients by mode: those of jobs and of models were not asked for over HTTP."""
         theirs = "job_id IS NULL AND NOT resident"
-        found = self.rows(f"SELECT mode, COUNT(*) FROM orchestrator_leases WHERE {theirs} GROUP BY mode")
-        return {f"granted {row[0]}": row[1] for row in found}
+        found = self.rows(f"SELECT mode, COUNT(*) AS held FROM orchestrator_leases WHERE {theirs} GROUP BY mode")
+        return {f"granted {row.mode}": row.held for row in found}
 
     def lost_workers(self) -> int:
         return len(self._lost)
