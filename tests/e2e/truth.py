@@ -70,7 +70,7 @@ class Truth:
         }
         self._lost = {row.worker_id for row in self.rows("SELECT worker_id FROM workers WHERE status = 'lost'")}
 
-    def rows(self, statement: str) -> list[Any]:
+    def rows(self, statement: str) -> list[Row[Any]]:
         return self._db.read(lambda conn: list(conn.execute(text(statement)).all()))
 
     def one(self, statement: str) -> Any:
@@ -203,8 +203,8 @@ class Truth:
     def granted(self) -> dict[str, int]:
         """Leases of clients by mode: those of jobs and of models were not asked for over HTTP."""
         theirs = "job_id IS NULL AND NOT resident"
-        found = self.rows(f"SELECT mode, COUNT(*) FROM orchestrator_leases WHERE {theirs} GROUP BY mode")
-        return {f"granted {mode}": count for mode, count in found}
+        found = self.rows(f"SELECT mode, COUNT(*) AS held FROM orchestrator_leases WHERE {theirs} GROUP BY mode")
+        return {f"granted {row.mode}": row.held for row in found}
 
     def lost_workers(self) -> int:
         return len(self._lost)
