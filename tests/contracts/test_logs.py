@@ -35,9 +35,8 @@ def sources() -> Iterator[tuple[str, ast.AST]]:
 
 def calls(tree: ast.AST) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS:
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == "log":
-                yield node
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"log.{level}" for level in LEVELS}:
+            yield node
 
 
 def named(value: ast.expr | None, tree: ast.AST) -> set[str] | None:
