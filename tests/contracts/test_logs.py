@@ -35,9 +35,7 @@ def sources() -> Iterator[tuple[str, ast.AST]]:
 
 def calls(tree: ast.AST) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS):
-            continue
-        if isinstance(node.func.value, ast.Name) and node.func.value.id == "log":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"log.{level}" for level in LEVELS}:
             yield node
 
 

@@ -2,11 +2,13 @@
 
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 
 from orchestrator.errors import DatabaseUnavailable, Overloaded
 from orchestrator.store.batcher import Batcher
+from orchestrator.store.settle import End, Outcome
 
 WAIT_S = 10.0
 
@@ -252,3 +254,18 @@ def test_a_flush_that_answers_too_little_is_a_bug_of_that_flush_and_nobody_hangs
     for _ in range(2):
         with pytest.raises(AssertionError, match="0 answers to 1 items"):
             batcher.submit(1).result(WAIT_S)
+
+
+def test_what_nobody_waits_for_and_fails_is_told_without_what_it_says(caplog):
+    class Note(NamedTuple):
+        event: End
+
+    def refuse(_items):
+        raise ValueError("no")
+
+    batcher: Batcher[Note, None] = Batcher("b", refuse)
+    batcher.post(Note(End("j", 3, Outcome.DONE, result='"a secret"')))
+    assert batcher.close(5)
+    (line,) = caplog.records
+    assert (line.message, line.job_id, line.attempt, line.item) == ("a write failed", "j", 3, "Note")
+    assert "secret" not in str(vars(line))

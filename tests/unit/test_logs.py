@@ -2,12 +2,20 @@
 
 import json
 import logging
+import secrets
 import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from sqlalchemy import text
 
+from orchestrator import jobs
+from orchestrator.jobs import ErrorKind
+from orchestrator.leases import new_token
 from orchestrator.settings import Settings
-from orchestrator.telemetry import logs
+from orchestrator.store.settle import End, Outcome, Settled
+from orchestrator.telemetry import life, logs
 from orchestrator.telemetry.logs import ConsoleLines, JsonLines
 
 
@@ -58,3 +66,194 @@ def test_the_format_and_the_level_are_settings(name, formatter):
         assert root.level == logging.ERROR
     finally:
         root.handlers[:], root.level = before
+
+
+# ── forging ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FORGED = "12:00:00.000 ERROR   root: all is lost"
+#: Whatever ends a line somewhere, moves a cursor, or turns text around.
+NASTY = [
+    "\n",
+    "\r",
+    "\x0b",
+    "\x0c",
+    "\x1b[2K",
+    "\x1b]0;title\x07",
+    "\x1c",
+    "\x85",
+    "\x9b31m",
+    "\u2028",
+    "\u2029",
+    "\u202e",
+    "\u2066",
+    "\u200f",
+    "\ufeff",
+    "\x00",
+    "\ud800",
+]
+
+
+def unprintable(text: str) -> set[str]:
+    return {character for character in text if not character.isprintable()}
+
+
+@pytest.mark.parametrize("nasty", NASTY, ids=ascii)
+@pytest.mark.parametrize("where", ["event", "value", "logger", "thread", "argument"])
+@pytest.mark.parametrize("formatter", [JsonLines(), ConsoleLines()])
+def test_nothing_that_moves_a_terminal_or_ends_a_line_gets_through(formatter, where, nasty):
+    evil = f"x{nasty}{FORGED}"
+    made = record(evil if where == "event" else "job done", job_type=evil if where == "value" else "y")
+    if where == "logger":
+        made.name = evil
+    if where == "thread":
+        made.threadName = evil
+    if where == "argument":
+        made.msg, made.args = "of %s", (evil,)
+    text = formatter.format(made)
+    assert unprintable(text) == set()
+    text.encode()
+
+
+@pytest.mark.parametrize("nasty", NASTY, ids=ascii)
+def test_a_traceback_cannot_forge_a_line_on_the_console(nasty):
+    try:
+        raise RuntimeError(f"oh{nasty}{FORGED}")
+    except RuntimeError:
+        text = ConsoleLines().format(record(exc_info=sys.exc_info()))
+    first, *rest = text.split("\n")
+    assert first.endswith("job done")
+    assert rest and all(line.startswith("  | ") for line in rest)
+    assert "all is lost" in text and "Traceback" in text  # and it can be read
+    assert unprintable(text) <= {"\n"}
+
+
+def test_in_json_a_traceback_is_a_field():
+    try:
+        raise RuntimeError(f"oh\n{FORGED}")
+    except RuntimeError:
+        text = JsonLines().format(record(exc_info=sys.exc_info()))
+    assert "\n" not in text
+    assert json.loads(text)["exception"].endswith(FORGED)
+
+
+def test_what_cannot_be_shown_is_no_trouble():
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    for formatter in (JsonLines(), ConsoleLines()):
+        text = formatter.format(record(was=Broken(), pause_s=float("nan"), keys=["a", Broken()], error="x" * 10_000))
+        assert "Broken" in text and len(text) < 5000
+    made = record("of %d")
+    made.args = ("no number",)
+    assert json.loads(JsonLines().format(made))["event"] == "of %d"
+    json.loads(JsonLines().format(record(pause_s=float("inf"))), parse_constant=pytest.fail)
+
+
+def test_a_field_cannot_pass_for_the_event():
+    line = json.loads(JsonLines().format(record(event="forged", level="debug")))
+    assert (line["event"], line["level"]) == ("job done", "warning")
+
+
+# ── secrets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TOKEN = new_token()
+SECRETS = [
+    ("mysql+pymysql://me:hunter2@127.0.0.1:1/jobs: gone away", "hunter2", "127.0.0.1:1/jobs: gone away"),
+    ("redis://:hunter2@host:6379/0 refused", "hunter2", "host:6379/0 refused"),
+    ("Authorization: Bearer hunter2hunter2", "hunter2", "Authorization"),
+    ("{'authorization': 'Basic aHVudGVyMg=='}", "aHVudGVyMg", "authorization"),
+    ("sent Bearer abc.def-hunter2", "hunter2", "sent"),
+    (f"POST /leases/{TOKEN}/release", TOKEN, "/release"),
+    (f"lease {TOKEN} is not known", TOKEN, "is not known"),
+    ("(1366, \"Incorrect string value: 'hunter2' for column `o`.`payload`\")", "hunter2", "payload"),
+    ("syntax error near 'hunter2 it\\'s hunter2' at line 1", "hunter2", "at line 1"),
+    ("[SQL: INSERT INTO x]\n[parameters: ('hunter2', [1])]\n(Background on this error", "hunter2", "INSERT INTO x"),
+    ("1 validation error [type=x, input_value={'a': 'hunter2'}, input_type=dict]", "hunter2", "input_type=dict"),
+]
+
+
+@pytest.mark.parametrize(("text", "secret", "kept"), SECRETS)
+@pytest.mark.parametrize("where", ["event", "value", "exception"])
+@pytest.mark.parametrize("formatter", [JsonLines(), ConsoleLines()])
+def test_secrets_of_libraries_are_masked(formatter, where, text, secret, kept):
+    try:
+        raise RuntimeError(text)
+    except RuntimeError:
+        trace = sys.exc_info() if where == "exception" else None
+    made = record(text if where == "event" else "x", exc_info=trace, **({"error": text} if where == "value" else {}))
+    line = formatter.format(made)
+    assert secret not in line
+    assert kept in line
+
+
+def test_an_id_of_ours_is_shown_whatever_it_looks_like():
+    job_id = "j" * 43
+    assert json.loads(JsonLines().format(record(job_id=job_id)))["job_id"] == job_id
+
+
+def test_an_error_of_the_database_hides_the_values(db):
+    secret = secrets.token_hex(8)
+    with pytest.raises(Exception, match="nowhere") as wrong:
+        db.write(lambda conn: conn.execute(text("INSERT INTO nowhere VALUES (:payload)"), {"payload": secret}))
+    assert secret not in "".join(traceback.format_exception(wrong.value))
+
+
+# ── what lines are about ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def told(**extra):
+    return json.loads(JsonLines().format(record(**extra)))
+
+
+def test_a_block_says_once_what_its_lines_are_about():
+    with logs.bind(worker_id="w", pool_id="p", epoch=None):
+        with logs.bind(epoch=3, pool_id="q"):
+            line = told(job_id="j", pool_id="r")
+            assert (line["worker_id"], line["pool_id"], line["epoch"], line["job_id"]) == ("w", "r", 3, "j")
+        assert told()["pool_id"] == "p"
+        assert "epoch" not in told()
+    assert "worker_id" not in told()
+
+
+def test_threads_of_a_block_are_about_the_same():
+    seen = []
+    with logs.bind(worker_id="w"):
+        made = logs.thread(lambda: seen.append(told()["worker_id"]), "one")
+        pool = ThreadPoolExecutor(1, initializer=logs.inherited())
+    made.start()
+    made.join()
+    seen.append(pool.submit(told).result()["worker_id"])
+    pool.shutdown()
+    assert seen == ["w", "w"]
+    assert made.daemon and made.name == "one"
+
+
+def test_fixed_fields_are_on_every_line():
+    assert json.loads(JsonLines({"node_id": "n"}).format(record()))["node_id"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("context", "found"),
+    [
+        ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "0af7651916cd43dd8448eb211c80319c"),
+        ("00-0AF7-b7ad6b7169203331-01", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_trace_of_a_job(context, found):
+    assert logs.trace_id(context) == found
+
+
+def test_an_ordinary_end_is_told_at_debug_only(caplog):
+    end = End("j", 1, Outcome.DONE)
+    with caplog.at_level(logging.INFO, life.log.name):
+        life.settled([Settled(end, jobs.FINISH)] * 3)
+        life.settled([Settled(End("k", 2, Outcome.FAILED, error_kind=ErrorKind.TIMEOUT), jobs.BURY)], worker_id="w")
+    (line,) = caplog.records
+    assert (line.message, line.levelname) == ("job dead-lettered", "WARNING")
+    assert (line.job_id, line.attempt, line.error_kind, line.worker_id) == ("k", 2, "timeout", "w")
+    with caplog.at_level(logging.DEBUG, life.log.name):
+        life.settled([Settled(end, jobs.FINISH)], {"j": "t"}.get)
+    assert (caplog.records[-1].message, caplog.records[-1].trace_id) == ("job done", "t")
