@@ -126,4 +126,4 @@ def _tell(batch: Sequence[Report], answers: Sequence[reports.Answer]) -> None:
         arrow = jobs.STOP if isinstance(answer, JobCancelled) else _ARROWS[answer.status]
         arrow = jobs.HAND_BACK if arrow is jobs.RETRY and end.outcome is Outcome.HANDED_BACK else arrow
         pool_id = answer.lane if isinstance(answer, Ended) else None
-        life.ended(arrow, end, end.error_kind, worker_id=report.worker_id, pool_id=pool_id)
+        life.ended(arrow, end, worker_id=report.worker_id, pool_id=pool_id)

@@ -78,8 +78,6 @@ class Session:
         self._lifeline = Lifeline()
         self.over = threading.Event()
         self.lost = False
-        #: By job whose attempt ended, until that is written down.
-        self._traces: dict[str, str] = {}
         #: Its part in the node's heartbeats, once it is registered.
         self._pulse: Pulse | None = None
         with logs.bind(worker_id=self.worker_id, pool_id=self._lane.name):
@@ -309,9 +307,6 @@ class Session:
 
     def _ended(self, batch: Batch, ends: Sequence[End], slot: str, keeps: bool) -> None:
         claim = batch[0]
-        for one in batch:
-            if trace := logs.trace_id(one.trace_context):
-                self._traces[one.job_id] = trace
         if claim.batch:
             self._batch_sizes.setdefault(claim.type, Sizes()).count(len(batch))
         if claim.lease is None or not claim.gpus:
@@ -413,9 +408,7 @@ class Session:
 
     def _settled(self, settled: Sequence[Settled]) -> None:
         self._held.drop([item.end.job_id for item in settled])
-        life.settled(settled, self._traces.get)
-        for item in settled if self._traces else ():
-            self._traces.pop(item.end.job_id, None)
+        life.settled(settled)
         self._counts["done"] += sum(item.arrow in (FINISH, SKIP) for item in settled)
         self._counts["failed"] += sum(item.arrow in (FAIL, BURY, RETRY) for item in settled)
         for item in settled:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from orchestrator import jobs
 from orchestrator.jobs import Arrow
-from orchestrator.telemetry import logs
+from orchestrator.telemetry.traceparent import trace_id
 
 if TYPE_CHECKING:  # the store stands above
     from orchestrator.store.settle import End, Settled
@@ -44,23 +44,19 @@ class Claimed(Protocol):
 
 def about(claim: Claimed) -> dict[str, object]:
     """The fields of a line about an attempt."""
-    return {"job_id": claim.job_id, "attempt": claim.attempt, "trace_id": logs.trace_id(claim.trace_context)}
+    return {"job_id": claim.job_id, "attempt": claim.attempt, "trace_id": trace_id(claim.trace_context)}
 
 
-def settled(
-    items: Iterable[Settled], trace_of: Callable[[str], str | None] = lambda _: None, **about: str | None
-) -> None:
-    """What attempts led to; `about` is what all their lines share."""
+def settled(items: Iterable[Settled], **fields: str | None) -> None:
+    """What attempts led to; `fields` are what all their lines share."""
     quiet = not log.isEnabledFor(logging.DEBUG)
     for item in items:
         if not quiet or item.arrow is not jobs.FINISH:
-            end = item.end
-            ended(item.arrow, end, str(end.error_kind) if end.error_kind else None, trace_of(end.job_id), **about)
+            ended(item.arrow, item.end, **fields)
 
 
-def ended(arrow: Arrow | None, end: End, kind: str | None, trace_id: str | None = None, **about: str | None) -> None:
+def ended(arrow: Arrow | None, end: End, **fields: str | None) -> None:
     """What became of one attempt; no arrow: it owned its job no longer, and nothing was written."""
     level, event = EVENTS.get(arrow, EVENTS[None])
     if log.isEnabledFor(level):
-        ids = {"job_id": end.job_id, "attempt": end.attempt, "trace_id": trace_id, "error_kind": kind}
-        log.log(level, event, extra=ids | about)
+        log.log(level, event, extra=about(end) | {"error_kind": end.error_kind and str(end.error_kind)} | fields)

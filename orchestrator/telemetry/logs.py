@@ -84,14 +84,6 @@ def thread(target: Callable[[], object], name: str) -> threading.Thread:
     return threading.Thread(target=run, name=name, daemon=True)
 
 
-def trace_id(trace_context: str | None) -> str | None:
-    """Of a job that came with a W3C traceparent."""
-    if trace_context is None:
-        return None
-    match = re.fullmatch(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}", trace_context)
-    return match and match[1]
-
-
 def fields(record: logging.LogRecord) -> dict[str, object]:
     own = {key: value for key, value in record.__dict__.items() if key not in _STANDARD and value is not None}
     return _bound.get() | own

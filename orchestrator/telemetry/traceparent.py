@@ -38,6 +38,12 @@ def parse(text: str | None) -> TraceParent | None:
     return TraceParent(found[1], found[2], int(found[3], 16)) if found else None
 
 
+def trace_id(text: str | None) -> str | None:
+    """What log lines say of a job's trace."""
+    known = parse(text)
+    return known.trace_id if known else None
+
+
 def of_attempt(trace: TraceParent, job_id: str, attempt: int) -> TraceParent:
     """The span of this attempt, in the trace that its job belongs to."""
     named = f"{trace.trace_id}/{job_id}/{attempt}".encode()

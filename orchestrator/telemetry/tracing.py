@@ -43,12 +43,6 @@ def accepted(header: str | None) -> str | None:
     return header if traceparent.parse(header) else None
 
 
-def trace_id_of(trace_context: str | None) -> str | None:
-    """What log lines say of a job's trace; needs no library, and knows no off."""
-    known = traceparent.parse(trace_context)
-    return known.trace_id if known else None
-
-
 def spans() -> Spans | None:
     """None while nobody traces here."""
     return _spans

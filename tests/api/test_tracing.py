@@ -5,7 +5,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from redis import Redis as Client
 
 from orchestrator.store import schema
-from orchestrator.telemetry import exporting, tracing
+from orchestrator.telemetry import exporting, traceparent, tracing
 from tests.factories import row, rows
 from tests.fetching import register
 from tests.waiting import wait_until
@@ -90,7 +90,7 @@ def test_schedules_and_triggers_begin_traces(traced, memory):
         assert (span.parent, context_of(span)) == (None, job.trace_context)
     traced.http.put("/schedules/rare", json={"job": JOB, "every_seconds": 86_400, "enabled": False})
     fired = traced.post("/schedules/rare/fire", headers=CALLER).json()["job_id"]
-    assert tracing.trace_id_of(stored(traced, fired)) == TRACE
+    assert traceparent.trace_id(stored(traced, fired)) == TRACE
 
     trigger = {"event": "article", "job": {"type": "embed", "payload": {"text": {"$field": "title"}}}}
     traced.http.put("/policies/triggers/embed", json=trigger)

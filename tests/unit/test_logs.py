@@ -233,19 +233,6 @@ def test_fixed_fields_are_on_every_line():
     assert json.loads(JsonLines({"node_id": "n"}).format(record()))["node_id"] == "n"
 
 
-@pytest.mark.parametrize(
-    ("context", "found"),
-    [
-        ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "0af7651916cd43dd8448eb211c80319c"),
-        ("00-0AF7-b7ad6b7169203331-01", None),
-        ("", None),
-        (None, None),
-    ],
-)
-def test_the_trace_of_a_job(context, found):
-    assert logs.trace_id(context) == found
-
-
 def test_an_ordinary_end_is_told_at_debug_only(caplog):
     end = End("j", 1, Outcome.DONE)
     with caplog.at_level(logging.INFO, life.log.name):
@@ -255,5 +242,7 @@ def test_an_ordinary_end_is_told_at_debug_only(caplog):
     assert (line.message, line.levelname) == ("job dead-lettered", "WARNING")
     assert (line.job_id, line.attempt, line.error_kind, line.worker_id) == ("k", 2, "timeout", "w")
     with caplog.at_level(logging.DEBUG, life.log.name):
-        life.settled([Settled(end, jobs.FINISH)], {"j": "t"}.get)
-    assert (caplog.records[-1].message, caplog.records[-1].trace_id) == ("job done", "t")
+        trace = "0af7651916cd43dd8448eb211c80319c"
+        traced = end._replace(trace_context=f"00-{trace}-b7ad6b7169203331-01")
+        life.settled([Settled(traced, jobs.FINISH)])
+    assert (caplog.records[-1].message, caplog.records[-1].trace_id) == ("job done", trace)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
-from orchestrator.telemetry import exporting, tracing
+from orchestrator.telemetry import exporting, traceparent, tracing
 from orchestrator.telemetry.spans import Spans
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "trace_tree.py"
@@ -29,7 +29,7 @@ def test_a_trace_is_printed_as_a_tree():
             spans.died(lost[1:], 0.0, "w")
         spans.close()
         lines = [line.rstrip() for line in printing.stdout.read().splitlines() if line]
-    assert lines[0] == f"trace {tracing.trace_id_of(submit.context)}: 5 spans"
+    assert lines[0] == f"trace {traceparent.trace_id(submit.context)}: 5 spans"
     tree = [line[23:] for line in lines[2:]]
     assert tree[0] == "submit  (test)"
     assert sorted(tree[1:3]) == ["├─ claim attempt=1 lease=none (test)", "├─ wait attempt=1 (test)"]

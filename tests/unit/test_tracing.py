@@ -81,12 +81,12 @@ def id_of(span) -> str:
 )
 def test_what_is_no_context_is_none(text):
     assert tracing.accepted(text) is None
-    assert tracing.trace_id_of(text) is None
+    assert traceparent.trace_id(text) is None
 
 
 def test_a_context_is_read_and_written_as_it_is():
     assert tracing.accepted(CONTEXT) == CONTEXT == str(traceparent.parse(CONTEXT))
-    assert tracing.trace_id_of(UNSAMPLED) == TRACE
+    assert traceparent.trace_id(UNSAMPLED) == TRACE
     known = traceparent.parse(UNSAMPLED)
     assert known is not None and not known.sampled
 
@@ -160,7 +160,7 @@ def test_a_submit_without_a_caller_begins_a_trace(memory):
         pass
     [span] = kept(memory)["submit"]
     assert span.parent is None and span.kind is trace.SpanKind.INTERNAL
-    assert tracing.trace_id_of(submit.context) == f"{span.context.trace_id:032x}"
+    assert traceparent.trace_id(submit.context) == f"{span.context.trace_id:032x}"
 
 
 def test_what_a_caller_does_not_record_is_handed_on(memory):
