@@ -7,7 +7,6 @@ are made in the background when they are slow, and a scrape shows the last ones 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -28,9 +27,6 @@ from orchestrator.telemetry import metrics
 KEEP_S = 1.0
 #: Clients may name any pool: so many have labels of their own, the others share one.
 MAX_LANES = 200
-#: Seconds that a job may wait to be announced before somebody looks whether that is so a moment later.
-SUSPICIOUS_S = 1.0
-MOMENT_S = 0.25
 
 Values = dict[tuple[str, ...], float]
 
@@ -40,6 +36,8 @@ class Gauges:
         self._orchestrator = orchestrator
         #: What workers had told of their batches at the last look.
         self._batches: dict[str, Tally] = {}
+        #: Lanes where nothing was announced at the last reading, and the job that should have been.
+        self._stuck: dict[str, str] = {}
         # The first is quick: a database that lets it wait for seconds is none.
         self._cluster = Reading(self._read_cluster, hangs_s=LIMIT_S)
         self._lanes = Reading(self._read_lanes)
@@ -133,22 +131,15 @@ class Gauges:
     def _publish_lag(self, depths: Mapping[str, Depth]) -> float:
         """The longest wait for an announcement, in open lanes where somebody listens and nothing is announced.
 
-        Between two looks of a publisher that is so for a moment in any lane: what looks long is looked at twice.
+        Between two looks of a publisher that is so for a moment in any lane: who was stuck at the last reading counts.
         """
         db = self._orchestrator.db
         book, heard = db.read(self._orchestrator.policies.book), db.read(backlog.listening)
         quiet = [lane for lane, depth in depths.items() if depth.ready and not depth.announced]
         quiet = [lane for lane in quiet if lane in heard and not book.closed(lane)]
         stuck = db.read(lambda conn: backlog.stuck(conn, heard, quiet))
-        if any(one.seconds > SUSPICIOUS_S for one in stuck.values()):
-            time.sleep(MOMENT_S)
-            still = backlog.announces_nothing
-            stuck = {
-                lane: one
-                for lane, one in stuck.items()
-                if db.read(lambda conn: still(conn, lane, one.job_id))  # noqa: B023
-            }
-        return max((one.seconds for one in stuck.values()), default=0.0)
+        before, self._stuck = self._stuck, {lane: one.job_id for lane, one in stuck.items()}
+        return max((one.seconds for lane, one in stuck.items() if before.get(lane) == one.job_id), default=0.0)
 
 
 def labelled(staffed: Iterable[str], opened: Iterable[str], known: Iterable[str] = ()) -> set[str]:

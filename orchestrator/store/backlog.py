@@ -148,13 +148,5 @@ def _claimed_s(conn: Connection, lane: str) -> float:
     return float("inf") if age is None else float(age)
 
 
-def announces_nothing(conn: Connection, name: str, head: str) -> bool:
-    """Whether this job is the first of its lane still, and nothing of it announced."""
-    announced = select(jobs.c.job_id).where(jobs.c.lane == name, jobs.c.queued == Queued.ANNOUNCED).limit(1)
-    first = select(jobs.c.job_id).where(jobs.c.lane == name, jobs.c.queued == Queued.READY).order_by(jobs.c.rank)
-    looks = (announced, first.limit(1))
-    return [conn.execute(walking(look, jobs, "ix_jobs_queue")).scalar() for look in looks] == [None, head]
-
-
 def _some(names: Sequence[str], many: int) -> Iterator[Sequence[str]]:
     return (names[first : first + many] for first in range(0, len(names), many))
