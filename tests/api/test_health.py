@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -388,7 +389,7 @@ def test_series_are_bounded_whatever_clients_call_things(maria_api: Running, mon
     )
     events = [Event("job.submitted", job_id=f"many-{i:06}", actor=f"agent-{names[i]}") for i in range(20_000)]
     for first in range(0, len(events), 1000):
-        db.write(lambda conn, some=events[first : first + 1000]: audit.record(conn, some))
+        db.write(partial(audit.record, events=events[first : first + 1000]))
     while db.write(tallies.fold):
         pass
     seen = fresh(maria_api, monkeypatch)

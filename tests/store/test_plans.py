@@ -32,6 +32,7 @@ from orchestrator.store import (
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.job_reads import Filter
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
+from orchestrator.tallies import Ids
 from tests.conftest import empty
 from tests.factories import POLICY, Hand, hire, is_sqlite, many_jobs, now
 
@@ -449,7 +450,7 @@ def test_a_fold_walks_along_the_ids_and_finds_jobs_by_their_keys(crowded):
     assert [(step["key"], float(step["r_rows"])) for step in present if step["table"] == "orchestrator_audit"] == [
         ("PRIMARY", 100)
     ]
-    plan = analyzed(crowded, lambda conn: tallies._groups(conn, [tallies.Ids(last - 50, last - 1)]))
+    plan = analyzed(crowded, lambda conn: tallies._groups(conn, [Ids(last - 50, last - 1)]))
     steps = {step["table"]: step for step in plan if step["select_type"] == "DERIVED"}
     assert {table: step["key"] for table, step in steps.items()} == dict.fromkeys(
         ("orchestrator_audit", "orchestrator_jobs", "orchestrator_results"), "PRIMARY"
