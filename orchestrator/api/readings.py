@@ -18,8 +18,8 @@ T = TypeVar("T")
 #: as long as it took: nobody's curiosity may cost more than a small part of a connection.
 KEEP_S, KEEP_MOST_S = 1.0, 30.0
 SHARE = 20
-#: Seconds that somebody waits for a new answer while there is an older one.
-PATIENCE_S = 0.04
+#: Seconds that somebody waits for a new answer while there is an older one, if that took no longer.
+PATIENCE_S = 0.03
 #: Seconds that somebody waits when there is none: less than Prometheus does.
 LIMIT_S = 3.0
 #: Seconds after which an answer is not shown any more, whatever keeps the next one.
@@ -28,9 +28,10 @@ OLD_S = 60.0
 
 class _Known(NamedTuple, Generic[T]):
     answer: T
-    #: When it was asked for, and until when it is new; on the monotonic clock.
+    #: When it was asked for, and until when it is new, on the monotonic clock; seconds that it took.
     asked: float
     new_until: float
+    took_s: float
 
 
 class Reading(Generic[T]):
@@ -57,11 +58,13 @@ class Reading(Generic[T]):
             self._asking = asyncio.create_task(self._refresh())
             # A failure that comes when nobody waits any more is nobody's.
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        shown = known is not None and now - known.asked < OLD_S and now - self._asked < self._hangs_s
-        done, _ = await asyncio.wait({self._asking}, timeout=PATIENCE_S if shown else LIMIT_S)
+        if known is not None and (now - known.asked >= OLD_S or now - self._asked >= self._hangs_s):
+            known = None
+        patience = LIMIT_S if known is None else PATIENCE_S if known.took_s <= PATIENCE_S else 0.0
+        done, _ = await asyncio.wait({self._asking}, timeout=patience)
         if done:
             return done.pop().result()
-        if known is None or not shown:
+        if known is None:
             raise Unavailable(f"no answer within {LIMIT_S:g} seconds")
         return known.answer
 
@@ -76,6 +79,7 @@ class Reading(Generic[T]):
             # Whatever it is, a scrape must answer: that is when it is needed.
             log.warning("reading failed", exc_info=True)
             raise Unavailable("it answers, but not as it should") from None
-        now = time.monotonic()
-        self._known = _Known(answer, asked, now + min(max(SHARE * (now - asked), KEEP_S), KEEP_MOST_S))
+        took_s = time.monotonic() - asked
+        new_until = asked + took_s + min(max(SHARE * took_s, KEEP_S), KEEP_MOST_S)
+        self._known = _Known(answer, asked, new_until, took_s)
         return answer

@@ -6,10 +6,11 @@ There are 50 lanes, 500 workers and 200 GPUs; and as many job types as have labe
 import statistics
 import time
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 from sqlalchemy import Connection, text
 
 from orchestrator import tallies
@@ -41,6 +42,10 @@ FROM seq_1_to_1000000 WHERE seq BETWEEN :first AND :last
 """)
 
 
+def _insert(conn: Connection, given: dict[str, int]) -> None:
+    conn.execute(_JOBS, given)
+
+
 class Scrape:
     def __init__(self, database_url: str, redis_url: str, folder: Path) -> None:
         # Nobody takes a job, and no worker becomes lost, while it is measured.
@@ -58,7 +63,8 @@ class Scrape:
         empty(self._cluster.db)
         self._prepare()
         _, url = self._cluster.serve()
-        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        # By hand: a library's client would be a good part of what is measured.
+        self._http = HTTPConnection(urlsplit(url).netloc, timeout=60)
 
     def _prepare(self) -> None:
         lanes = [f"lane-{n:02}" for n in range(LANES)]
@@ -97,18 +103,23 @@ class Scrape:
         for count in BACKLOGS:
             for first in range(waiting + 1, count + 1, PORTION):
                 given = {"lanes": LANES, "first": first, "last": min(first + PORTION - 1, count)}
-                self._cluster.db.write(partial(Connection.execute, statement=_JOBS, parameters=given))
+                self._cluster.db.write(partial(_insert, given=given))
             waiting = count
             self._cluster.db.read(lambda conn: conn.execute(text("ANALYZE TABLE orchestrator_jobs")).all())
             self._wait_until_shown(count)
-            times = [self._scrape() for _ in range(SCRAPES)]
-            figures[f"{count:,} pending: p50 ms"] = 1000 * statistics.median(times)
-            figures[f"{count:,} pending: p99 ms"] = 1000 * statistics.quantiles(times, n=100)[98]
-            figures[f"{count:,} pending: KiB"] = len(self._http.get("/metrics").content) / 1024
+            times: dict[str, list[float]] = {"/metrics": [], "/livez": []}
+            for _ in range(SCRAPES):
+                for path, taken in times.items():  # in turns: the second says what the machine is busy with
+                    taken.append(self._timed(path))
+            for path, label in (("/metrics", ""), ("/livez", "/livez, ")):
+                figures[f"{count:,} pending: {label}p50 ms"] = 1000 * statistics.median(times[path])
+                figures[f"{count:,} pending: {label}p99 ms"] = 1000 * statistics.quantiles(times[path], n=100)[98]
+            figures[f"{count:,} pending: KiB"] = len(self._get("/metrics")) / 1024
         return figures
 
     def _wait_until_shown(self, count: int) -> None:
         """What is measured shows this backlog, not the one before."""
+        self._http.close()  # idle for minutes: the server has closed it, and the next request opens another
         deadline = time.monotonic() + 120
         while self._shown() != count:
             assert time.monotonic() < deadline, f"{self._shown()} of {count} jobs are shown"
@@ -117,14 +128,20 @@ class Scrape:
     def _shown(self) -> int:
         names = ("job_queue_depth", "jobs_delayed", "jobs_blocked")
         starts = tuple(f"gpu_orchestrator_{name}{{" for name in names)
-        lines = [line for line in self._http.get("/metrics").text.splitlines() if line.startswith(starts)]
+        lines = [line for line in self._get("/metrics").decode().splitlines() if line.startswith(starts)]
         return int(sum(float(line.rpartition(" ")[2]) for line in lines))
 
-    def _scrape(self) -> float:
-        time.sleep(PAUSE_S)
+    def _timed(self, path: str) -> float:
+        time.sleep(PAUSE_S / 2)
         started = time.perf_counter()
-        self._http.get("/metrics").raise_for_status()
+        self._get(path)
         return time.perf_counter() - started
+
+    def _get(self, path: str) -> bytes:
+        self._http.request("GET", path)
+        answer = self._http.getresponse()
+        assert answer.status == 200, answer.status
+        return answer.read()
 
     def close(self) -> None:
         self._http.close()

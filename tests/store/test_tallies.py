@@ -4,7 +4,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import delete, func, insert, update
+from sqlalchemy import delete, func, insert, text, update
 
 from orchestrator import tallies as rules
 from orchestrator.errors import StaleEpoch
@@ -16,6 +16,7 @@ from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, take_from_dead
 from orchestrator.tallies import LATENCY, RUN, SUM, WAIT, Hole, Ids
 from tests.factories import POLICY, hire, rows, set_job, submit
+from tests.waiting import wait_until
 
 
 def fold(db, **given):
@@ -372,6 +373,7 @@ def test_late_events_that_commit_between_two_statements_of_a_fold_are_counted_on
     (job_id,) = submit(maria_db)
     fold(maria_db)
     add = tallies._add
+    submit(maria_db)  # there are events on both sides of the hole
     with held_open(maria_db, Event("job.done", job_id=job_id, attempt=1)) as end:
         submit(maria_db, 2)
 
@@ -386,6 +388,19 @@ def test_late_events_that_commit_between_two_statements_of_a_fold_are_counted_on
     fold(maria_db)
     fold(maria_db)
     assert total(maria_db, rules.FINISHES, "echo", "done") == 1
+
+
+def test_two_folds_at_once_take_turns(maria_db):
+    """The leader's, and one that an operator runs by hand under the same term."""
+    submit(maria_db, 3)
+    waits = "SELECT COUNT(*) FROM information_schema.innodb_lock_waits"
+    with maria_db.engine.connect() as connection, connection.begin():
+        tallies.fold(connection)
+        second = threading.Thread(target=fold, args=(maria_db,))
+        second.start()
+        wait_until(lambda: maria_db.read(lambda conn: conn.execute(text(waits)).scalar()), what="the second waits")
+    second.join(30)
+    assert total(maria_db, rules.SUBMITS, "echo") == 3
 
 
 def test_many_writers_and_a_leader_that_folds_all_the_while(maria_db):
