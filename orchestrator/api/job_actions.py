@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from orchestrator.jobs import Priority, Status
 from orchestrator.names import Name
 from orchestrator.store import dead_letters, failures, job_reads, reorder, withdraw
 from orchestrator.store.dead_letters import Removed
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
@@ -87,6 +90,7 @@ async def cancel(api: Api, job_id: JobId) -> Json:
     After either answer no result of it will be accepted. Again is fine.
     """
     status = await api.write(lambda conn: withdraw.cancel(conn, job_id))
+    log.info("cancel asked", extra={"job_id": job_id, "status": status})
     answer = {"job_id": job_id, "status": status, "cancel_requested": True}
     if status is Status.CANCELLED:
         return Json(answer)

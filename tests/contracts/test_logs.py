@@ -135,8 +135,8 @@ def test_nothing_is_logged_that_may_hold_a_payload():
 
 
 def test_a_line_about_a_job_tells_the_attempt():
-    alone = [line.place for line in LINES if line.fields and "job_id" in line.fields and "attempt" not in line.fields]
-    assert alone == []
+    alone = {line.event for line in LINES if line.fields and "job_id" in line.fields and "attempt" not in line.fields}
+    assert alone == {"cancel asked"}  # of the job, at whatever attempt it is
 
 
 # Each check is able to fail.
