@@ -45,7 +45,6 @@ class Gauges:
 
     async def exposition(self) -> bytes:
         """Whatever can be known now, in Prometheus' text format; what cannot is left out."""
-        own = metrics.own()  # before threads begin to read, which take turns with this one
         asked = (self._cluster.latest(), self._lanes.latest(), self._redis.answer())
         cluster, lanes, redis = await asyncio.gather(*map(_or_away, asked))
         up: dict[str, Values] = {
@@ -54,7 +53,7 @@ class Gauges:
         }
         # Of a database that is away nothing is said, also not what it counted a moment ago.
         read = [] if isinstance(cluster, Unavailable) else [cluster, lanes]
-        return b"".join([own, metrics.of_cluster(up), *[one for one in read if isinstance(one, bytes)]])
+        return b"".join([metrics.own(), metrics.of_cluster(up), *[one for one in read if isinstance(one, bytes)]])
 
     def _read_cluster(self) -> bytes:
         db, settings = self._orchestrator.db, self._orchestrator.settings
