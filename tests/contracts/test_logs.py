@@ -11,7 +11,7 @@ from orchestrator.telemetry import life
 
 ROOT = Path(__file__).parents[2]
 #: Libraries inside other people's programs, whose logs have a format of their own: sentences with their arguments.
-ELSEWHERE = ("orchestrator/client/", "orchestrator/bounded.py")
+ELSEWHERE = ("orchestrator/client/", "orchestrator/bounded/")
 #: Has its events in a table, which is read instead.
 TABLES = ("orchestrator/telemetry/life.py",)
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}

@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator import bounded
 from orchestrator.bounded import Cancellation, Failures
+from orchestrator.bounded.round import Retrying
 from orchestrator.errors import Aborted, NoThreads
 from orchestrator.limits import Lane
 from tests.waiting import wait_until
@@ -363,7 +364,7 @@ def test_what_is_not_worth_another_try_gets_none():
 
 
 def test_pauses_grow_to_a_minute_and_are_jittered():
-    retrying = bounded.Retrying(99, 2.0, None)
+    retrying = Retrying(99, 2.0, None)
     pauses = lambda tries: [retrying.pause_s(tries, ValueError()) or 0.0 for _ in range(50)]
     assert all(1.0 <= pause <= 2.0 for pause in pauses(1))
     assert all(4.0 <= pause <= 8.0 for pause in pauses(3))
