@@ -74,7 +74,8 @@ class Gauges:
             "dlq_depth": {(): db.read(dead_letters.count)},
             "tally_lag_seconds": {(): db.read(tallies.lag_s)},
         }
-        return metrics.of_cluster(gauges | _gpus(cards)) + metrics.of_jobs(db.read(tallies.totals))
+        totals = metrics.of_jobs(db.read(tallies.totals))
+        return metrics.of_cluster(gauges | _gpus(cards)) + metrics.of_batches() + totals
 
     def _count_batches(self, told: dict[str, Tally]) -> None:
         """Only what is new: a worker that leaves must not make the sum smaller."""

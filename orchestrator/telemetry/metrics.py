@@ -135,7 +135,6 @@ def _cumulated(calls: Sequence[int]) -> list[tuple[str, float]]:
 
 
 _batch_sizes = _BatchSizes()
-REGISTRY.register(_batch_sizes)
 
 
 def batched(job_type: str, sizes: Sizes) -> None:
@@ -271,8 +270,17 @@ def own() -> bytes:
 
 def of_cluster(readings: Readings) -> bytes:
     """What was read about the cluster, in the same format."""
+    return _text(_Once(readings))
+
+
+def of_batches() -> bytes:
+    """What workers told of their batches, in the same format."""
+    return _text(_batch_sizes)
+
+
+def _text(collector: Collector) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_Once(readings))
+    registry.register(collector)
     return generate_latest(registry)
 
 
@@ -295,6 +303,7 @@ __all__ = [
     "expect_duties",
     "leading",
     "lease_decided",
+    "of_batches",
     "of_cluster",
     "of_jobs",
     "own",

@@ -3,6 +3,7 @@
 import pytest
 
 from orchestrator.store import schema
+from orchestrator.telemetry import metrics
 from tests.factories import done, hire, rows
 
 
@@ -41,6 +42,20 @@ def test_bad_ones_are_refused_and_nothing_is_written(api, tasks, said):
     answer = create(api, *tasks)
     assert answer.status_code == 422 and said in answer.json()["detail"], answer.text
     assert rows(api.db, schema.jobs) == rows(api.db, schema.workflows) == []
+
+
+def test_a_workflow_that_is_not_let_in_is_a_decision_about_the_task_that_was_refused(api):
+    def counted(decision, reason):
+        labels = {"decision": decision, "reason": reason}
+        return metrics.REGISTRY.get_sample_value("gpu_orchestrator_admission_decisions_total", labels)
+
+    before = counted("rejected", "paused"), counted("admitted", "free")
+    api.post("/control/pause", {"scope": "type", "name": "closed"})
+    answer = create(api, task("a"), task("b", type="closed"))
+    assert (answer.status_code, answer.json()["code"]) == (503, "paused")
+    assert (counted("rejected", "paused"), counted("admitted", "free")) == (before[0] + 1, before[1])
+    assert create(api, task("a")).status_code == 202
+    assert (counted("rejected", "paused"), counted("admitted", "free")) == (before[0] + 1, before[1] + 1)
 
 
 def test_pages_and_filters(api):
