@@ -45,8 +45,8 @@ async def submit(request: Request, api: Api) -> Json:
     body = await read_json(request, ENVELOPE + ESCAPED * api.settings.payload_max_bytes)
     with submitting(request) as traced:
         job = prepare(api, body, traced.context)
-        traced.about({"job.id": job.job_id, "job.type": job.spec.type, "job.agent": job.spec.agent})
-        traced.about({"orchestrator.lane": job.spec.pool_id})
+        about = {"job.id": job.job_id, "job.type": job.spec.type, "job.agent": job.spec.agent}
+        traced.about(about | {"orchestrator.lane": job.spec.pool_id})
         [verdict] = await api.submit([job])
         if refused := refusal(job, verdict):
             raise refused

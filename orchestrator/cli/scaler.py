@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from pathlib import Path
@@ -42,7 +41,6 @@ def scaler(
     if (tls_cert is None) != (tls_key is None) or (tls_ca and not tls_cert):
         raise click.UsageError("--tls-cert and --tls-key belong together, and --tls-ca to them")
     logs.configure(loaded.settings)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would note every question
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -1,1 +1,1 @@
-"""What the system tells about itself: metrics and logs."""
+"""What the system tells about itself: metrics, logs and spans."""

@@ -147,7 +147,7 @@ def _bounded(job_type: str) -> str:
     return job_type if job_type in _types else OTHER
 
 
-# Gauges of the cluster.
+# ── gauges of the cluster ───────────────────────────────────────────────────────────────────────────────────────────
 
 #: Name → what it says, its labels. A gauge whose source is away is absent: zero would be a claim.
 CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
