@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Row, Table, Update, and_, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from orchestrator import tally
+from orchestrator.batch_sizes import BatchSizes, from_text
 from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
@@ -336,7 +336,7 @@ def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
 
 def _listed(row: Row[Any]) -> dict[str, Any]:
     worker = row._asdict()
-    sizes = tally.from_text(worker.pop("batch_sizes"))
+    sizes = from_text(worker.pop("batch_sizes"))
     return worker | {
         "types": json.loads(row.types),
         "node_id": None if row.node_id == NO_NODE else row.node_id,
@@ -346,14 +346,14 @@ def _listed(row: Row[Any]) -> dict[str, Any]:
     }
 
 
-def batch_sizes(conn: Connection) -> dict[str, tally.Tally]:
+def batch_sizes(conn: Connection) -> dict[str, BatchSizes]:
     """What workers told of their batches, by worker, those that left within the last hour included."""
     rows = conn.execute(
         select(workers.c.worker_id, workers.c.batch_sizes).where(
             workers.c.batch_sizes.is_not(None), workers.c.last_heartbeat > utc_shift(-3600.0)
         )
     )
-    return {row.worker_id: tally.from_text(row.batch_sizes) for row in rows}
+    return {row.worker_id: from_text(row.batch_sizes) for row in rows}
 
 
 def serves(conn: Connection, node_id: str, pool_id: str) -> bool:

@@ -414,7 +414,7 @@ workers = Table(
     Column("status", String(16), nullable=False, server_default="active"),
     Column("jobs_done", BigInteger, nullable=False, server_default="0"),
     Column("jobs_failed", BigInteger, nullable=False, server_default="0"),
-    # By type, how large its batches were (`orchestrator.tally`); NULL before the first.
+    # By type, how large its batches were (`orchestrator.batch_sizes`); NULL before the first.
     Column("batch_sizes", LongText),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),

@@ -73,6 +73,7 @@ ABOVE = {
         for pure in (
             "actors",
             "admission",
+            "batch_sizes",
             "batching",
             "bounded",
             "cancellation",
@@ -97,7 +98,6 @@ ABOVE = {
             "settings",
             "spawning",
             "tallies",
-            "tally",
             "triggers",
             "workflows",
         )
