@@ -36,6 +36,11 @@ def _weight(report: Report) -> int:
     return 1 + len(result or "") // BULKY
 
 
+def _about(report: Report) -> dict[str, object]:
+    event = report.event
+    return {"job_id": event.job_id, "attempt": event.attempt, "worker_id": report.worker_id}
+
+
 class RemoteWork:
     """Hands jobs to HTTP workers and writes down what they report."""
 
@@ -57,7 +62,9 @@ class RemoteWork:
         self._claims: Batcher[Fetch, list[Claim]] = Batcher(
             "claim-batcher", self._claim, weight=lambda fetch: fetch.most
         )
-        self._reports: Batcher[Report, Ended | Heard] = Batcher("report-batcher", self._write, weight=_weight)
+        self._reports: Batcher[Report, Ended | Heard] = Batcher(
+            "report-batcher", self._write, weight=_weight, about=_about
+        )
 
     def claim(self, fetch: Fetch) -> Future[list[Claim]]:
         return self._claims.submit(fetch)

@@ -171,10 +171,10 @@ class Session:
         return self._slots.memory_for(type)
 
     def _pool_json(self) -> str:
-        about: dict[str, Any] = {"adapter": self._post.adapter, "variant": self._post.variant}
+        told: dict[str, Any] = {"adapter": self._post.adapter, "variant": self._post.variant}
         if self._settings.otlp_endpoint:
-            about["tracing"] = {"worker_id": self.worker_id, "pool_id": self._lane.name}
-        return json.dumps(about)
+            told["tracing"] = {"worker_id": self.worker_id, "pool_id": self._lane.name}
+        return json.dumps(told)
 
     @property
     def types(self) -> tuple[str, ...]:
