@@ -6,7 +6,7 @@ or counts up to a bound (`counted`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, ScalarSelect, bindparam, func,
 from orchestrator.jobs import OWNED, Queued
 from orchestrator.pools import OPEN
 from orchestrator.store.dialect import largest, seconds_since, walking
+from orchestrator.store.hot import some_at_a_time
 from orchestrator.store.schema import jobs, lanes, spawns, worker_pools, workers, workflows
 from orchestrator.workflows import FlowStatus
 
@@ -59,7 +60,7 @@ def depths(conn: Connection, names: Sequence[str]) -> dict[str, Depth]:
     What waits and what is owned come from one statement for each lane: between two, a job on its way is in neither.
     """
     found = {name: Depth() for name in names}
-    for some in _some(names, MANY_LANES):
+    for some in some_at_a_time(names, MANY_LANES):
         here = jobs.c.lane.in_(some)
         waiting = select(jobs.c.lane, jobs.c.queued, func.count()).where(here, jobs.c.queued.in_([*Queued]))
         owned = select(jobs.c.lane, literal_column("'owned'"), func.count())
@@ -192,7 +193,3 @@ def _claimed_s(conn: Connection, lane: str) -> float:
     last = walking(owned, jobs, "ix_jobs_status").scalar_subquery()
     age = conn.execute(select(seconds_since(last))).scalar()
     return float("inf") if age is None else float(age)
-
-
-def _some(names: Sequence[str], many: int) -> Iterator[Sequence[str]]:
-    return (names[first : first + many] for first in range(0, len(names), many))
