@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, ScalarSelect, bindparam, func, literal_column, or_, select, union_all
 
-from orchestrator.jobs import OWNED, Queued
+from orchestrator.jobs import DUE, OWNED, Queued
 from orchestrator.pools import OPEN
 from orchestrator.store.dialect import largest, seconds_since, walking
 from orchestrator.store.hot import some_at_a_time
-from orchestrator.store.schema import jobs, lanes, spawns, worker_pools, workers, workflows
+from orchestrator.store.schema import ACTIVE, jobs, lanes, spawns, worker_pools, workers, workflows
 from orchestrator.workflows import FlowStatus
 
 #: Lanes that one statement names: each is four ranges of the index.
@@ -107,7 +107,7 @@ def left(conn: Connection, lane: str, most: int = MOST_COUNTED) -> Left:
     adding = spawns.join(workflows, workflows.c.workflow_id == spawns.c.workflow_id)
     coming = select(func.coalesce(func.sum(spawns.c.remaining), 0)).select_from(adding)
     found = select(
-        counted("ix_jobs_queue", most, here, jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))),
+        counted("ix_jobs_queue", most, here, jobs.c.queued.in_(DUE)),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.BLOCKED),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.DELAYED),
         counted("ix_jobs_status", most, here, jobs.c.status.in_(sorted(OWNED))),
@@ -162,7 +162,7 @@ def listening(conn: Connection) -> dict[str, float]:
     rows = conn.execute(
         select(workers.c.pool_id, func.max(seconds_since(workers.c.started_at)))
         .outerjoin(worker_pools, worker_pools.c.pool_id == workers.c.pool_id)
-        .where(workers.c.status == "active", workers.c.kind == "process", workers.c.slots > 0)
+        .where(workers.c.status == ACTIVE, workers.c.kind == "process", workers.c.slots > 0)
         .where(or_(worker_pools.c.status.is_(None), worker_pools.c.status.in_(sorted(OPEN))))
         .group_by(workers.c.pool_id)
     )

@@ -12,12 +12,12 @@ from sqlalchemy import Connection, Select, case, func, select
 
 from orchestrator import ranking
 from orchestrator.errors import LaneNotFound
-from orchestrator.jobs import DEFAULT_LANE, OWNED, Queued, Status
+from orchestrator.jobs import DEFAULT_LANE, DUE, OWNED, Queued, Status
 from orchestrator.pools import OPEN
 from orchestrator.scaling import LATELY_S, Load
 from orchestrator.store.backlog import counted
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift, walking
-from orchestrator.store.schema import LIVE_WORKERS, jobs, lanes, worker_pools, workers
+from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, lanes, worker_pools, workers
 
 #: Jobs of one kind that are counted. More make no difference to an autoscaler, which has a maximum of its own.
 MOST_COUNTED = 5000
@@ -63,7 +63,7 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
 
 def _staff(conn: Connection, lane: str) -> Any:
     """Who serves the lane, and whether anybody did lately: workers are forgotten some days after their end."""
-    active = workers.c.status == LIVE_WORKERS[0]
+    active = workers.c.status == ACTIVE
     anybody = select(workers.c.pool_id).where(workers.c.pool_id == lane).limit(1).subquery()
     query = select(
         select(func.count()).select_from(anybody).scalar_subquery().label("known"),
@@ -79,7 +79,7 @@ def _counts(lane: str, most: int) -> Select[Any]:
     """Waiting, overdue, running, delayed, blocked."""
     here = jobs.c.lane == lane
     return select(
-        counted("ix_jobs_queue", most, here, jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))),
+        counted("ix_jobs_queue", most, here, jobs.c.queued.in_(DUE)),
         # Nobody has let them go yet: perhaps nobody leads. Of all lanes, since their order is that of time.
         _overdue(lane, most),
         counted("ix_jobs_status", most, here, jobs.c.status.in_(sorted(OWNED))),
@@ -96,7 +96,7 @@ def _overdue(lane: str, most: int) -> Any:
 
 
 def _oldest_wait_s(conn: Connection, lane: str) -> float:
-    waiting = (jobs.c.lane == lane, jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED)))
+    waiting = (jobs.c.lane == lane, jobs.c.queued.in_(DUE))
     some = select(seconds_since(jobs.c.created_at).label("age_s")).where(*waiting).limit(MOST_ASKED)
     head = walking(some, jobs, "ix_jobs_queue").subquery()
     return max(float(conn.execute(select(func.max(head.c.age_s))).scalar() or 0.0), 0.0)

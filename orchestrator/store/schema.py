@@ -49,11 +49,11 @@ from orchestrator.workflows import FlowStatus
 
 metadata = MetaData()
 
-WORKER_STATES = ("active", "draining", "stopped", "lost")
+WORKER_STATES = ACTIVE, DRAINING, STOPPED, LOST = ("active", "draining", "stopped", "lost")
 #: Ours, which read their lane's stream, and those that fetch their jobs over HTTP.
 WORKER_KINDS = ("process", "http")
 #: Workers that send heartbeats, and those that do so no more.
-LIVE_WORKERS, ENDED_WORKERS = WORKER_STATES[:2], WORKER_STATES[2:]
+LIVE_WORKERS, ENDED_WORKERS = (ACTIVE, DRAINING), (STOPPED, LOST)
 LEASE_STATES = ("active", "released", "expired", "spent")
 
 

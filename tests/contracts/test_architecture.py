@@ -27,7 +27,7 @@ DOORS = {
     "click": ("orchestrator/cli/",),
     "grpc": ("orchestrator/scaler/",),
     "google": ("orchestrator/scaler/",),
-    "prometheus_client": ("orchestrator/telemetry/", "orchestrator/api/"),
+    "prometheus_client": ("orchestrator/telemetry/",),
     "opentelemetry": ("orchestrator/telemetry/",),
     "worker": ("worker/", "orchestrator/cli/"),
 }
