@@ -88,6 +88,13 @@ class Orchestrator:
         at_once.set_result(list(refused))
         return at_once
 
+    def entered(self, jobs: Sequence[NewJob]) -> None:
+        """These were stored: their lanes have work, and gates perhaps somebody to let go."""
+        for lane in {job.spec.pool_id for job in jobs}:
+            self.publisher.nudge(lane)
+        if any(job.spec.constraints or job.spec.cost_units for job in jobs):
+            self.leader.hurry("gates")
+
     def lease(self, request: LeaseRequest) -> Future[Granted | Denied]:
         return self._leases.submit(request)
 
@@ -97,11 +104,7 @@ class Orchestrator:
         ruling = self.admission.ruling()
         verdicts = submit_jobs(self.db, batch, self.retry_policy, admit=ruling.decide, book=self.policies.book)
         ruling.committed()
-        created = [job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED]
-        for lane in {job.spec.pool_id for job in created}:
-            self.publisher.nudge(lane)
-        if any(job.spec.constraints or job.spec.cost_units for job in created):
-            self.leader.hurry("gates")  # which lets them go, or not
+        self.entered([job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED])
         answers = iter(verdicts)
         return [[next(answers) for _ in submission.jobs] for submission in submissions]
 

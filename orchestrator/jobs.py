@@ -67,6 +67,8 @@ class Ready:
 
 TERMINAL = frozenset({Status.DONE, Status.SKIPPED, Status.FAILED, Status.CANCELLED, Status.DEAD_LETTER})
 OWNED = frozenset({Status.CLAIMED, Status.RUNNING})
+#: Where those wait that a worker could take.
+DUE = (Queued.READY, Queued.ANNOUNCED)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from orchestrator import jobs
 from orchestrator.errors import JobCancelled, OrchestratorError
-from orchestrator.jobs import RetryPolicy, Status
+from orchestrator.jobs import STOP, RetryPolicy, Status
 from orchestrator.leases import Terms
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
@@ -22,7 +21,7 @@ from orchestrator.store.moves import Claimant
 from orchestrator.store.policies import Copy
 from orchestrator.store.registry import Fetcher
 from orchestrator.store.reports import Ended, Heard, Report
-from orchestrator.store.settle import End, Outcome, never_started
+from orchestrator.store.settle import End, never_started
 from orchestrator.telemetry import life, tracing
 
 if TYPE_CHECKING:
@@ -35,6 +34,11 @@ BULKY = 65_536
 def _weight(report: Report) -> int:
     result = report.event.result if isinstance(report.event, End) else None
     return 1 + len(result or "") // BULKY
+
+
+def _about(report: Report) -> dict[str, object]:
+    event = report.event
+    return {"job_id": event.job_id, "attempt": event.attempt, "worker_id": report.worker_id}
 
 
 class RemoteWork:
@@ -58,7 +62,9 @@ class RemoteWork:
         self._claims: Batcher[Fetch, list[Claim]] = Batcher(
             "claim-batcher", self._claim, weight=lambda fetch: fetch.most
         )
-        self._reports: Batcher[Report, Ended | Heard] = Batcher("report-batcher", self._write, weight=_weight)
+        self._reports: Batcher[Report, Ended | Heard] = Batcher(
+            "report-batcher", self._write, weight=_weight, about=_about
+        )
 
     def claim(self, fetch: Fetch) -> Future[list[Claim]]:
         return self._claims.submit(fetch)
@@ -114,16 +120,12 @@ class RemoteWork:
             self._publisher.nudge(lane)
 
 
-_ARROWS = {arrow.target: arrow for arrow in (jobs.FINISH, jobs.SKIP, jobs.FAIL, jobs.BURY, jobs.STOP, jobs.RETRY)}
-
-
 def _tell(batch: Sequence[Report], answers: Sequence[reports.Answer]) -> None:
     """The lines about jobs that ended."""
     for report, answer in zip(batch, answers, strict=True):
-        end = report.event
-        if not isinstance(end, End) or not isinstance(answer, Ended | JobCancelled):
+        if not isinstance(report.event, End):
             continue
-        arrow = jobs.STOP if isinstance(answer, JobCancelled) else _ARROWS[answer.status]
-        arrow = jobs.HAND_BACK if arrow is jobs.RETRY and end.outcome is Outcome.HANDED_BACK else arrow
-        pool_id = answer.lane if isinstance(answer, Ended) else None
-        life.ended(arrow, end, worker_id=report.worker_id, pool_id=pool_id)
+        if isinstance(answer, Ended):
+            life.ended(answer.arrow, report.event, worker_id=report.worker_id, pool_id=answer.lane)
+        elif isinstance(answer, JobCancelled):
+            life.ended(STOP, report.event, worker_id=report.worker_id, pool_id=None)

@@ -125,6 +125,7 @@ class Ledger:
             self._flush,
             linger=lambda: LINGER_S if claim_is_near() else 0.0,
             urgent=lambda item: isinstance(item, Offer),
+            about=lambda item: _about(item.event) if isinstance(item, Note) else {},
         )
 
     def note(self, event: Start | End | Release, entry_id: str = "") -> None:
@@ -140,7 +141,7 @@ class Ledger:
     def close(self, timeout_s: float) -> None:
         """Write what waits; give up on it after `timeout_s` (the leader then finds those jobs unowned)."""
         if not self._batcher.close(timeout_s):
-            log.error("gave up on unwritten results", extra={"pause_s": timeout_s})
+            log.error("gave up on unwritten results", extra={"timeout_s": timeout_s})
             self._give_up.set()
             self._batcher.close(timeout_s)
         self._acks.flush(timeout_s)
@@ -159,7 +160,8 @@ class Ledger:
             if len(items) > 1 or offers:
                 raise  # the batcher finds the one at fault
             # The database would refuse this very end for ever: the job must not stay owned that long.
-            log.exception("could not be written", extra=_about(notes[0].event))
+            told = {"item": type(notes[0].event).__name__}
+            log.exception("could not be written", extra=told | _about(notes[0].event))
             if releases:  # nobody else ends that lease, and our heartbeats would renew it
                 self._on_stuck()
             settled, answers = self._write_failure(_Turn([], [_unwritable(end, error) for end in ends], [])), []
@@ -254,6 +256,4 @@ def _unwritable(end: End, error: Exception) -> End:
 
 def _about(event: Start | End | Release) -> dict[str, object]:
     """Which job it is about, and nothing of what it says."""
-    if isinstance(event, Release):
-        return {"item": "Release"}
-    return {"item": type(event).__name__, "job_id": event.job_id, "attempt": event.attempt}
+    return {} if isinstance(event, Release) else {"job_id": event.job_id, "attempt": event.attempt}

@@ -94,10 +94,7 @@ class Service:
                 session.end()
                 return
         except OrchestratorError as away:  # its servers are away, or it was declared dead before its first heartbeat
-            log.warning(
-                "worker waits for its servers",
-                extra={"error": str(away), **about},
-            )
+            log.warning("worker waits for its servers", extra={"error": str(away)} | about)
         except Exception:
             log.exception("session broke", extra=about)
         session.abandon()

@@ -17,7 +17,8 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from orchestrator import __version__, tally
+from orchestrator import __version__, batch_sizes
+from orchestrator.batch_sizes import BatchSizes, Sizes
 from orchestrator.errors import Overloaded, Unavailable
 from orchestrator.gpu import Gpu, Health
 from orchestrator.identity import instance_id
@@ -29,7 +30,6 @@ from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
 from orchestrator.store.settle import End, Release, Settled, Start, never_started
-from orchestrator.tally import Sizes, Tally
 from orchestrator.telemetry import life, logs, tracing
 from orchestrator.telemetry.life import about
 from worker import host
@@ -70,7 +70,7 @@ class Session:
         self._held = Held()
         self._progress: dict[str, tuple[int, float, str]] = {}
         self._counts = {"done": 0, "failed": 0}
-        self._batch_sizes: Tally = {}
+        self._batch_sizes: BatchSizes = {}
         self._draining = False
         self._closed = False
         self._leave_by = math.inf
@@ -171,10 +171,10 @@ class Session:
         return self._slots.memory_for(type)
 
     def _pool_json(self) -> str:
-        about: dict[str, Any] = {"adapter": self._post.adapter, "variant": self._post.variant}
+        told: dict[str, Any] = {"adapter": self._post.adapter, "variant": self._post.variant}
         if self._settings.otlp_endpoint:
-            about["tracing"] = {"worker_id": self.worker_id, "pool_id": self._lane.name}
-        return json.dumps(about)
+            told["tracing"] = {"worker_id": self.worker_id, "pool_id": self._lane.name}
+        return json.dumps(told)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -437,7 +437,7 @@ class Session:
             self._trouble(),
             self.blocked,
             self._load_s,
-            tally.to_text(self._batch_sizes),
+            batch_sizes.to_text(self._batch_sizes),
         )
 
     def _trouble(self) -> str | None:

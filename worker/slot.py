@@ -114,13 +114,7 @@ class Slot:
     def _run_job(self, job: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
         """Run one job; how it ended, and the result's JSON."""
         self.cancelled = False
-        if self.attempts is None:
-            return self._one(job, body)
-        with self.attempts.running([job]) as self.running:
-            [job["trace_context"]] = self.running.contexts()
-            head, result = self._one(job, body)
-            self.running.ended([head["end"]])
-        return head, result
+        return self._traced([job], lambda: self._one(job, body), lambda head: [head["end"]])
 
     def _one(self, job: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
         ctx = self._context(job)
@@ -131,14 +125,7 @@ class Slot:
 
     def _run_batch(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
         """Run jobs in one call; how each ended, and their results one behind the other."""
-        if self.attempts is None:
-            return self._many(jobs, body)
-        with self.attempts.running(jobs) as self.running:
-            for job, context in zip(jobs, self.running.contexts(), strict=True):
-                job["trace_context"] = context
-            head, results = self._many(jobs, body)
-            self.running.ended(head["ends"])
-        return head, results
+        return self._traced(jobs, lambda: self._many(jobs, body), lambda head: head["ends"])
 
     def _many(self, jobs: list[dict[str, Any]], body: str) -> tuple[dict[str, Any], str]:
         each = tuple(self._member(place, job) for place, job in enumerate(jobs))
@@ -149,6 +136,22 @@ class Slot:
         counted = zip(said, each, strict=True)
         ends = [ending | about | _added(job) | {"size": len(result)} for (ending, result), job in counted]
         return {"ends": ends}, "".join(result for _, result in said)
+
+    def _traced(
+        self,
+        jobs: list[dict[str, Any]],
+        run: Callable[[], tuple[dict[str, Any], str]],
+        ends_in: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    ) -> tuple[dict[str, Any], str]:
+        """Run them within spans of their own, if anybody traces; `ends_in` finds their ends in the answer."""
+        if self.attempts is None:
+            return run()
+        with self.attempts.running(jobs) as self.running:
+            for job, context in zip(jobs, self.running.contexts(), strict=True):
+                job["trace_context"] = context
+            head, results = run()
+            self.running.ended(ends_in(head))
+        return head, results
 
     def _context(self, job: dict[str, Any]) -> Context:
         return self._member(0, job, lambda: self.cancelled)

@@ -25,8 +25,7 @@ from orchestrator.store.dead_letters import Removed
 from orchestrator.store.dispatch import Fetch
 from orchestrator.store.reports import Ended, Heard, Report, Sign
 from orchestrator.store.settle import End
-from orchestrator.store.submit import MAX_RUNS, Answer, MetOthers
-from orchestrator.store.workflows import Rules
+from orchestrator.store.submit import MAX_RUNS, Answer, MetOthers, Rules
 
 T = TypeVar("T")
 #: (connection, database, rules) → what was stored.
@@ -81,13 +80,6 @@ class Backend:
                     ruling.committed()
                 return answer
         raise AssertionError  # the last run returns or raises
-
-    def entered(self, jobs: Sequence[NewJob]) -> None:
-        """These were stored: their lanes have work, and gates perhaps somebody to let go."""
-        for lane in {job.spec.pool_id for job in jobs}:
-            self.orchestrator.publisher.nudge(lane)
-        if any(job.spec.constraints or job.spec.cost_units for job in jobs):
-            self.orchestrator.leader.hurry("gates")
 
     async def lease(self, request: LeaseRequest) -> Granted | Denied:
         future = self.orchestrator.lease(request)

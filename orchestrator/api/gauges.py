@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.api.probes import LIMIT_S, Probe
 from orchestrator.api.readings import Reading
+from orchestrator.batch_sizes import BatchSizes, Sizes
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
 from orchestrator.placement import GpuView
@@ -20,7 +21,6 @@ from orchestrator.store import backlog, dead_letters, gpus, job_reads, leadershi
 from orchestrator.store.backlog import Depth
 from orchestrator.store.job_reads import PoolLiveness
 from orchestrator.tallies import OTHER
-from orchestrator.tally import Sizes, Tally
 from orchestrator.telemetry import metrics
 
 #: Seconds for which Redis is not asked again.
@@ -35,7 +35,7 @@ class Gauges:
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
         #: What workers had told of their batches at the last look.
-        self._batches: dict[str, Tally] = {}
+        self._batches: dict[str, BatchSizes] = {}
         #: Lanes where nothing was announced at the last reading, and the job that should have been.
         self._stuck: dict[str, str] = {}
         # The first is quick: a database that lets it wait for seconds is none.
@@ -77,11 +77,11 @@ class Gauges:
         totals = metrics.of_jobs(db.read(tallies.totals))
         return metrics.of_cluster(gauges | _gpus(cards)) + metrics.of_batches() + totals
 
-    def _count_batches(self, told: dict[str, Tally]) -> None:
+    def _count_batches(self, told: dict[str, BatchSizes]) -> None:
         """Only what is new: a worker that leaves must not make the sum smaller."""
-        for worker_id, tally in told.items():
+        for worker_id, by_type in told.items():
             before = self._batches.get(worker_id, {})
-            for type, sizes in tally.items():
+            for type, sizes in by_type.items():
                 metrics.batched(type, sizes.since(before.get(type, Sizes())))
         self._batches = told
 

@@ -81,5 +81,5 @@ async def fire(request: Request, api: Api, schedule_id: ScheduleId) -> Json:
         answer = await api.enter(lambda conn, db, rules: schedules.fire_now(conn, db, schedule_id, job, rules))
         if refused := refusal(job, answer):
             raise refused
-    api.entered([job] if answer is Verdict.CREATED else ())
+    api.orchestrator.entered([job] if answer is Verdict.CREATED else ())
     return Json({"schedule_id": schedule_id, "job_id": job.job_id, "status": Status.PENDING}, 202)

@@ -78,7 +78,7 @@ async def create(request: Request, api: Api) -> Json:
         new = NewWorkflow.prepare(body, Limits.of(api.settings, traced.context))
         traced.about({"workflow.id": new.workflow_id, "orchestrator.batch.size": len(new.tasks)})
         created = await api.enter(lambda conn, db, rules: workflows.create(conn, db, new, rules))
-    api.entered([task.job for task in new.tasks] if created else ())
+    api.orchestrator.entered([task.job for task in new.tasks] if created else ())
     found = await api.read(lambda conn: workflows.get(conn, new.workflow_id, 500))
     return Json(found | {"created": created}, 202 if created else 200)
 
@@ -118,7 +118,7 @@ async def add(request: Request, api: Api, workflow_id: WorkflowId) -> Json:
         tasks = prepare_tasks(body["tasks"], workflow_id, agent, Limits.of(api.settings, traced.context))
         traced.about({"workflow.id": workflow_id, "orchestrator.batch.size": len(tasks)})
         added = await api.enter(lambda conn, db, rules: workflows.add(conn, db, workflow_id, tasks, rules))
-    api.entered([task.job for task in tasks if task.name in added])
+    api.orchestrator.entered([task.job for task in tasks if task.name in added])
     return Json({"workflow_id": workflow_id, "added": added}, 202 if added else 200)
 
 

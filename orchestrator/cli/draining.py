@@ -25,9 +25,9 @@ from orchestrator.jobs import DEFAULT_LANE
 from orchestrator.leader.loop import LeaderLoop
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import job_reads, nodes
+from orchestrator.store import backlog, nodes
+from orchestrator.store.backlog import MOST_COUNTED, Left
 from orchestrator.store.database import Database
-from orchestrator.store.job_reads import MOST_COUNTED, Left
 from orchestrator.stream.hub import Hub
 from orchestrator.telemetry import tracing
 
@@ -46,7 +46,7 @@ def run_here(settings: Settings, *, drain: bool, timeout_s: float | None, as_jso
             with _worker(db, settings) as alive:
                 reason = _watch(db, lane, ended, alive, lambda left: drain and not left.total, deadline)
         finally:
-            left = db.read(lambda conn: job_reads.left(conn, lane))
+            left = db.read(lambda conn: backlog.left(conn, lane))
             _report(lane, ended, left, as_json=as_json)
     if reason:
         click.echo(f"gpuorch: {reason}", err=True)
@@ -102,7 +102,7 @@ def _watch(
     pace = Pace()
     with Progress() as progress:
         while True:
-            left = db.read(lambda conn: job_reads.left(conn, lane))
+            left = db.read(lambda conn: backlog.left(conn, lane))
             ended.look()
             count = ended.done + ended.failed
             progress.show(count / max(count + left.total, 1), _text(lane, left, ended, pace.of(count)), change=left)

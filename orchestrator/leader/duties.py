@@ -19,7 +19,7 @@ from orchestrator.leader.reconcile import reconcile_pools
 from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
 from orchestrator.leader.recurring import fire_schedules
 from orchestrator.leader.replicas import Replicas
-from orchestrator.leader.retention import Walked
+from orchestrator.leader.retention import Places
 from orchestrator.leader.term import Term
 from orchestrator.leader.workflows import Walks, tend
 from orchestrator.publisher import Publisher
@@ -67,7 +67,7 @@ class DutyContext:
     waited_for: str = ""
     walk: gatekeeper.Walk = field(default_factory=gatekeeper.Walk)
     unfinished: Walks = field(default_factory=dict)
-    retained: Walked = field(default_factory=Walked)
+    retained: Places = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.replicas = Replicas(self.settings)

@@ -14,7 +14,8 @@ from orchestrator.schedules import recurring_job
 from orchestrator.settings import Settings
 from orchestrator.store import schedules
 from orchestrator.store.admission import Admission
-from orchestrator.store.submit import meeting_nobody
+from orchestrator.store.policies import read_book
+from orchestrator.store.submit import Rules, meeting_nobody
 from orchestrator.telemetry import tracing
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,10 @@ def _fire(
     term: Term, schedule_ids: Sequence[str], make: schedules.Make, policy: RetryPolicy, admission: Admission
 ) -> list[NewJob]:
     ruling = admission.ruling()
+    rules = Rules(policy, ruling.decide, read_book)
     try:
         fired = meeting_nobody(
-            lambda: term.write(lambda conn: schedules.fire(conn, term.db, schedule_ids, make, policy, ruling.decide))
+            lambda: term.write(lambda conn: schedules.fire(conn, term.db, schedule_ids, make, rules))
         )
     except (StaleEpoch, Unavailable):
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from orchestrator.leader.term import Term
@@ -17,14 +16,11 @@ from orchestrator.workflows import FlowStatus
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Walked:
-    """How far each walk has come in this term."""
-
-    places: dict[tuple[str, str], Place | None] = field(default_factory=dict)
+#: How far each walk has come in this term.
+Places = dict[tuple[str, str], Place | None]
 
 
-def forget_old(term: Term, settings: Settings, walked: Walked) -> int:
+def forget_old(term: Term, settings: Settings, places: Places) -> int:
     """One look of each kind; as much as a full batch when there is more to look at right now."""
     kept_s, results_s, events_s = settings.retention_jobs_s, settings.retention_results_s, settings.retention_audit_s
     deleted: Counter[str] = Counter()
@@ -32,13 +28,13 @@ def forget_old(term: Term, settings: Settings, walked: Walked) -> int:
     if kept_s:
         for status in FORGOTTEN:
             look = partial(retention.forget_jobs, status=status, keep_s=kept_s)
-            more |= _walk(term, walked, ("jobs", status), look, deleted)
+            more |= _walk(term, places, ("jobs", status), look, deleted)
         for ended in OVER:
-            more |= _give_up(term, walked, ended, kept_s)
+            more |= _give_up(term, places, ended, kept_s)
         more |= _forget_flows(term, deleted)
     if results_s and results_s != kept_s:  # else they go with their jobs
         look = partial(retention.forget_results, keep_s=results_s)
-        more |= _walk(term, walked, ("results", ""), look, deleted)
+        more |= _walk(term, places, ("results", ""), look, deleted)
     if events_s:
         deleted["events"] = term.write(partial(retention.forget_events, keep_s=events_s))
         more |= deleted["events"] == ROWS
@@ -47,22 +43,22 @@ def forget_old(term: Term, settings: Settings, walked: Walked) -> int:
     return max(deleted.total(), ROWS if more else 0)
 
 
-def _walk(term: Term, walked: Walked, name: tuple[str, str], look: Callable[..., Step], deleted: Counter[str]) -> bool:
+def _walk(term: Term, places: Places, name: tuple[str, str], look: Callable[..., Step], deleted: Counter[str]) -> bool:
     """One step of a walk; whether the next should follow at once."""
-    step: Step = term.write(partial(look, after=walked.places.get(name)))
-    walked.places[name] = step.after
+    step: Step = term.write(partial(look, after=places.get(name)))
+    places[name] = step.after
     deleted[name[0]] += step.deleted
     return step.more
 
 
-def _give_up(term: Term, walked: Walked, status: FlowStatus, kept_s: float) -> bool:
+def _give_up(term: Term, places: Places, status: FlowStatus, kept_s: float) -> bool:
     """Workflows that are old enough are forgotten from now on; whether there are more to look at."""
     name = "workflows", str(status)
-    after = walked.places.get(name)
-    found, walked.places[name] = term.db.read(lambda conn: retention.find_flows(conn, status, kept_s, after))
+    after = places.get(name)
+    found, places[name] = term.db.read(lambda conn: retention.find_flows(conn, status, kept_s, after))
     for workflow_id in found:
         term.write(partial(retention.give_up, workflow_id=workflow_id, keep_s=kept_s))
-    return walked.places[name] is not None
+    return places[name] is not None
 
 
 def _forget_flows(term: Term, deleted: Counter[str]) -> bool:

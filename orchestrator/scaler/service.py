@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import grpc
@@ -83,11 +84,11 @@ class Scaler:
     def _changes(self, pool_id: str, context: Context) -> Iterator[bool]:
         number, last = 0, None
         while context.is_active() and not self._watch.closed:
-            reading = self._watch.after(pool_id, number, LOOK_EVERY_S)
-            if reading is None:
+            answer = self._watch.after(pool_id, number, LOOK_EVERY_S)
+            if answer is None:
                 continue
-            number = reading.number
-            if reading.says is not None and (active := _active(reading.says)) != last:
+            number = answer.number
+            if answer.says is not None and (active := _active(answer.says)) != last:
                 last = active
                 yield active
 
@@ -119,17 +120,13 @@ def _active(says: Mapping[str, Any]) -> bool:
     return int(says["depth"]) > 0
 
 
-class _told:  # noqa: N801 - reads as what it does
+@contextmanager
+def _told(context: Context) -> Iterator[None]:
     """What goes wrong inside becomes a status of gRPC with a message that helps."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OrchestratorError):
-            self._context.abort(status_of(error), str(error))
+    try:
+        yield
+    except OrchestratorError as error:
+        context.abort(status_of(error), str(error))  # which raises
 
 
 def status_of(error: OrchestratorError) -> grpc.StatusCode:

@@ -31,8 +31,8 @@ INTEREST_S = 120.0
 MOST_POOLS = 1000
 
 
-class Reading(NamedTuple):
-    """One answer about a pool, or why there is none."""
+class Answer(NamedTuple):
+    """What was said of a pool, or why nothing was."""
 
     number: int
     asked_at: float
@@ -51,7 +51,7 @@ class Watch:
     def __init__(self, api: Api, every_s: float = EVERY_S) -> None:
         self._api = api
         self._every_s = every_s
-        self._readings: dict[str, Reading] = {}
+        self._answers: dict[str, Answer] = {}
         #: Pool → how many streams watch it; until when it is of interest without any.
         self._streams: dict[str, int] = {}
         self._until: dict[str, float] = {}
@@ -84,13 +84,13 @@ class Watch:
             known = self._changed.wait_for(lambda: self._since(pool_id, now - FRESH_S) or self.closed, PATIENCE_S)
             if not known or self.closed:
                 raise Unavailable(f"{self._api.url} did not say within {PATIENCE_S:g} s how pool {pool_id!r} is")
-            return self._readings[pool_id].value
+            return self._answers[pool_id].value
 
-    def after(self, pool_id: str, number: int, timeout_s: float) -> Reading | None:
-        """The first reading of a watched pool after that one; None when none came in time."""
+    def after(self, pool_id: str, number: int, timeout_s: float) -> Answer | None:
+        """The first answer about a watched pool after that one; None when none came in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._newer(pool_id, number) or self.closed, timeout_s)
-            return self._readings[pool_id] if self._newer(pool_id, number) else None
+            return self._answers[pool_id] if self._newer(pool_id, number) else None
 
     @contextmanager
     def watching(self, pool_id: str) -> Iterator[None]:
@@ -116,10 +116,10 @@ class Watch:
             self._poked.set()
 
     def _since(self, pool_id: str, moment: float) -> bool:
-        return pool_id in self._readings and self._readings[pool_id].asked_at >= moment
+        return pool_id in self._answers and self._answers[pool_id].asked_at >= moment
 
     def _newer(self, pool_id: str, number: int) -> bool:
-        return pool_id in self._readings and self._readings[pool_id].number > number
+        return pool_id in self._answers and self._answers[pool_id].number > number
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -136,7 +136,7 @@ class Watch:
             over = [name for name, until in self._until.items() if until < now and name not in self._streams]
             for name in over:
                 del self._until[name]
-                self._readings.pop(name, None)
+                self._answers.pop(name, None)
             return list(self._until)
 
     def _look(self, pools: list[str]) -> None:
@@ -157,9 +157,9 @@ class Watch:
         if says is not None and not isinstance(says.get("depth") if isinstance(says, dict) else None, int):
             says, error = None, Unavailable(f"{self._api.url} says nothing of a depth; is it a gpuorch server?")
         with self._changed:
-            before = self._readings.get(pool_id)
+            before = self._answers.get(pool_id)
             self._number += 1
-            self._readings[pool_id] = Reading(self._number, asked_at, says, error)
+            self._answers[pool_id] = Answer(self._number, asked_at, says, error)
             self._changed.notify_all()
         if error is not None and (before is None or before.error is None):
             log.warning("pool unknown", extra={"pool_id": pool_id, "error": str(error), "runbook": "scaling"})

@@ -1,25 +1,30 @@
 """How much waits and runs in each lane: counted along the index of the queue, and never by reading a row for each job.
 
-A count still passes every entry of those that wait, so whoever asks often keeps what it found (`api.readings`).
+A count still passes every entry of those that wait, so whoever asks often keeps what it found (`api.readings`),
+or counts up to a bound (`counted`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, ScalarSelect, bindparam, func, literal_column, or_, select, union_all
 
-from orchestrator.jobs import OWNED, Queued
+from orchestrator.jobs import DUE, OWNED, Queued
 from orchestrator.pools import OPEN
 from orchestrator.store.dialect import largest, seconds_since, walking
-from orchestrator.store.schema import jobs, lanes, worker_pools, workers
+from orchestrator.store.hot import some_at_a_time
+from orchestrator.store.schema import ACTIVE, jobs, lanes, spawns, worker_pools, workers, workflows
+from orchestrator.workflows import FlowStatus
 
 #: Lanes that one statement names: each is four ranges of the index.
 MANY_LANES = 250
 #: Jobs of a lane among which its oldest is looked for, in order of rank.
 LOOK = 1000
+#: Jobs of one kind that `left` counts: beyond that there are at least so many.
+MOST_COUNTED = 10_000
 
 
 @dataclass
@@ -55,7 +60,7 @@ def depths(conn: Connection, names: Sequence[str]) -> dict[str, Depth]:
     What waits and what is owned come from one statement for each lane: between two, a job on its way is in neither.
     """
     found = {name: Depth() for name in names}
-    for some in _some(names, MANY_LANES):
+    for some in some_at_a_time(names, MANY_LANES):
         here = jobs.c.lane.in_(some)
         waiting = select(jobs.c.lane, jobs.c.queued, func.count()).where(here, jobs.c.queued.in_([*Queued]))
         owned = select(jobs.c.lane, literal_column("'owned'"), func.count())
@@ -67,6 +72,48 @@ def depths(conn: Connection, names: Sequence[str]) -> dict[str, Depth]:
         for lane, where, count in conn.execute(both):
             setattr(found[lane], where, int(count))
     return found
+
+
+def counted(index: str, most: int, *conditions: ColumnElement[bool]) -> ScalarSelect[int]:
+    """How many jobs there are, along an index, up to `most`.
+
+    Several belong in one statement: between two, a job passes unseen from one to the other.
+    """
+    some = walking(select(jobs.c.lane).where(*conditions).limit(most), jobs, index).subquery()
+    return select(func.count()).select_from(some).scalar_subquery()
+
+
+@dataclass(frozen=True)
+class Left:
+    """What is left of a lane: jobs that may start, that wait for something, for a moment, and that are owned.
+
+    `coming` are tasks that were added and are no jobs yet; of all lanes, since only their jobs will say in which each
+    is. Each is counted up to `MOST_COUNTED`.
+    """
+
+    ready: int
+    blocked: int
+    delayed: int
+    running: int
+    coming: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.ready + self.blocked + self.delayed + self.running + self.coming
+
+
+def left(conn: Connection, lane: str, most: int = MOST_COUNTED) -> Left:
+    here = jobs.c.lane == lane
+    adding = spawns.join(workflows, workflows.c.workflow_id == spawns.c.workflow_id)
+    coming = select(func.coalesce(func.sum(spawns.c.remaining), 0)).select_from(adding)
+    found = select(
+        counted("ix_jobs_queue", most, here, jobs.c.queued.in_(DUE)),
+        counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.BLOCKED),
+        counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.DELAYED),
+        counted("ix_jobs_status", most, here, jobs.c.status.in_(sorted(OWNED))),
+        coming.where(workflows.c.status == FlowStatus.RUNNING).scalar_subquery(),
+    )
+    return Left(*[min(int(number), most) for number in conn.execute(found).one()])
 
 
 def oldest_s(conn: Connection, names: Sequence[str], look: int = LOOK) -> dict[str, float]:
@@ -115,7 +162,7 @@ def listening(conn: Connection) -> dict[str, float]:
     rows = conn.execute(
         select(workers.c.pool_id, func.max(seconds_since(workers.c.started_at)))
         .outerjoin(worker_pools, worker_pools.c.pool_id == workers.c.pool_id)
-        .where(workers.c.status == "active", workers.c.kind == "process", workers.c.slots > 0)
+        .where(workers.c.status == ACTIVE, workers.c.kind == "process", workers.c.slots > 0)
         .where(or_(worker_pools.c.status.is_(None), worker_pools.c.status.in_(sorted(OPEN))))
         .group_by(workers.c.pool_id)
     )
@@ -146,7 +193,3 @@ def _claimed_s(conn: Connection, lane: str) -> float:
     last = walking(owned, jobs, "ix_jobs_status").scalar_subquery()
     age = conn.execute(select(seconds_since(last))).scalar()
     return float("inf") if age is None else float(age)
-
-
-def _some(names: Sequence[str], many: int) -> Iterator[Sequence[str]]:
-    return (names[first : first + many] for first in range(0, len(names), many))

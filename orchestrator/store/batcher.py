@@ -38,6 +38,9 @@ class Batcher(Generic[Item, Outcome]):
 
     `linger` may ask for a moment's wait after the first item, until an `urgent` one arrives: for when it is known
     that more is about to come. By default nothing waits.
+
+    `about` are the fields of the line about an item that failed and that nobody waits for: which job it is, and nothing
+    of what it says, which may be a result.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Batcher(Generic[Item, Outcome]):
         urgent: Callable[[Item], bool] = lambda _item: True,
         flushers: int = 1,
         alone: Callable[[], bool] = lambda: False,
+        about: Callable[[Item], dict[str, object]] = lambda _item: {},
         max_batch: int = 500,
         max_waiting: int = 50_000,
     ) -> None:
@@ -58,6 +62,7 @@ class Batcher(Generic[Item, Outcome]):
         self._linger = linger
         self._urgent = urgent
         self._alone = alone
+        self._about = about
         self._max_batch = max_batch
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[Item, Future[Outcome] | None]] = deque()
@@ -161,15 +166,9 @@ class Batcher(Generic[Item, Outcome]):
     def _answer(self, item: Item, future: Future[Outcome] | None, outcome: Outcome | Exception) -> None:
         if future is None:
             if isinstance(outcome, Exception):
-                log.error("a write failed", extra={"item": type(item).__name__, "error": str(outcome)} | _about(item))
+                told = {"item": type(item).__name__, "error": str(outcome)}
+                log.error("a write failed", extra=told | self._about(item))
         elif isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-
-
-def _about(item: object) -> dict[str, object]:
-    """Which job it is about, and nothing of what it says: that may be a result."""
-    event = getattr(item, "event", None)
-    names = {"job_id": event, "attempt": event, "worker_id": item}
-    return {name: getattr(one, name) for name, one in names.items() if hasattr(one, name)}

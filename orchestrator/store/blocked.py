@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select, update
 
-from orchestrator.jobs import Queued
+from orchestrator.jobs import DUE, Queued
 from orchestrator.store.dialect import by_key, utc_now, utc_shift, walking
 from orchestrator.store.moves import LATEST_START
 from orchestrator.store.schema import jobs
@@ -23,7 +23,7 @@ SOON_S = 0.001
 #: It wants quiet or costs units: it meets the leader's gates as a job that becomes due does.
 GATED = or_(jobs.c.constraints.is_not(None), jobs.c.cost_units > 0)
 
-_PARKABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
+_PARKABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in DUE]
 
 
 class Waiter(NamedTuple):

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, case, func, literal_column, or
 
 from orchestrator import jobs as job_rules
 from orchestrator.batching import Batch, gather
-from orchestrator.jobs import DEFAULT_LANE, Queued, RetryPolicy, Status
+from orchestrator.jobs import DEFAULT_LANE, DUE, RetryPolicy, Status
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
 from orchestrator.placement import Reason
 from orchestrator.store import audit, caps, gpus, grants, outbox, ownership, patience, pools, residency, withdraw
@@ -83,7 +83,7 @@ class NotClaimed:
 
 
 #: A job that was announced and then unpublished may be claimed all the same: it waits, and somebody has time.
-CLAIMABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in (Queued.READY, Queued.ANNOUNCED)]
+CLAIMABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in DUE]
 
 _ALONE_AFTER: list[ColumnElement[str]] = [literal_column(f"'{kind}'") for kind in sorted(job_rules.ALONE_AFTER)]
 _ALONE = case(

@@ -10,12 +10,12 @@ from typing import Any
 from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
 
 from orchestrator.crews import Assignments, Crew, NodeView, Plan, PoolView
-from orchestrator.jobs import OWNED, Queued
+from orchestrator.jobs import DUE, OWNED
 from orchestrator.pools import OPEN, PoolState, read_metadata
 from orchestrator.store import audit, outbox, pools
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
 from orchestrator.store.registry import HTTP
-from orchestrator.store.schema import LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
+from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
 
 # ── the leader ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -31,9 +31,7 @@ def look(conn: Connection) -> list[PoolView]:
     for row in conn.execute(select(pool_assignments).where(pool_assignments.c.workers > 0)):  # not of deleted pools
         assigned.setdefault(row.pool_id, {})[row.node_id, row.revision] = row.workers
     crews = _crews(conn, [row.pool_id for row in rows])
-    demanded = {*outbox.lanes_with(conn, Queued.READY, Queued.ANNOUNCED)} & {
-        row.pool_id for row in rows if row.status in OPEN
-    }
+    demanded = {*outbox.lanes_with(conn, *DUE)} & {row.pool_id for row in rows if row.status in OPEN}
     return [
         _view(row, row.pool_id in demanded, assigned.get(row.pool_id, {}), crews.get(row.pool_id, [])) for row in rows
     ]
@@ -73,7 +71,7 @@ def _crews(conn: Connection, pool_ids: Sequence[str]) -> dict[str, list[Crew]]:
     held = _held(conn, [row.worker_id for row in rows if row.kind == HTTP])
     found: dict[str, list[Crew]] = {}
     for row in rows:
-        ready = row.ready if row.status == "active" else 0
+        ready = row.ready if row.status == ACTIVE else 0
         busy = held.get(row.worker_id, 0) if row.kind == HTTP else row.busy
         said = (row.slots, busy, ready, row.trouble, row.blocked)
         crew = Crew(row.worker_id, row.node_id, row.revision, *said, fetches=row.kind == HTTP)

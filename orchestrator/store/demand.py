@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, func, select
 
-from orchestrator.jobs import Queued
+from orchestrator.jobs import DUE
 from orchestrator.store.dialect import in_order, seconds_since
 from orchestrator.store.schema import jobs, lease_gpus, leases, workers
 from orchestrator.warmth import State, Worker
@@ -32,7 +32,7 @@ def of_pools(conn: Connection, pool_ids: Sequence[str]) -> dict[str, Demand]:
 
 
 def _of_pool(conn: Connection, pool_id: str) -> Demand:
-    here = (jobs.c.lane == pool_id, jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED)))
+    here = (jobs.c.lane == pool_id, jobs.c.queued.in_(DUE))
     some = select(seconds_since(jobs.c.created_at).label("age_s")).where(*here).limit(MOST_COUNTED).subquery()
     waiting, oldest = conn.execute(select(func.count(), func.max(some.c.age_s))).one()
     ended, load_s = conn.execute(

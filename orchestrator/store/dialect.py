@@ -137,7 +137,7 @@ def by_key(statement: Keyed, *tables: Table) -> Keyed:
 
 
 def upsert(
-    conn: Connection, table: Table, rows: list[dict[str, Any]], computed: Callable[[Any], dict[str, Any]]
+    conn: Connection, table: Table, rows: Sequence[dict[str, Any]], computed: Callable[[Any], dict[str, Any]]
 ) -> None:
     """Insert rows by one statement; those that exist take all new values, but for what `computed` makes of both."""
     key = [column.name for column in table.primary_key]

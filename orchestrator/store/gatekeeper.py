@@ -31,7 +31,7 @@ from orchestrator.gates import (
     memory_gate,
     quiet_now,
 )
-from orchestrator.jobs import Queued
+from orchestrator.jobs import DUE, Queued
 from orchestrator.policies import WAITS_FOR_CAP, Book
 from orchestrator.store import blocked, caps, gates, pools
 from orchestrator.store.dialect import by_key
@@ -121,14 +121,14 @@ def _call_back(conn: Connection, quiet: Collection[str], standing: Standing) -> 
 
 def _unstarted(conn: Connection, job_ids: Collection[str]) -> list[str]:
     """Those that wait for a worker; locked."""
-    waiting = jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))
+    waiting = jobs.c.queued.in_(DUE)
     found = by_key(select(jobs.c.job_id), jobs).where(jobs.c.job_id.in_(sorted(job_ids)), waiting)
     return list(conn.execute(found.with_for_update(skip_locked=True)).scalars())
 
 
 def _take_back(conn: Connection, prospects: _Prospects, holders: Collection[str]) -> set[str]:
     """Who was let go and cannot start gives back what others can use, and meets the gates again when it can."""
-    waiting = jobs.c.queued.in_((Queued.BLOCKED, Queued.READY, Queued.ANNOUNCED))
+    waiting = jobs.c.queued.in_((Queued.BLOCKED, *DUE))
     columns = (jobs.c.job_id, jobs.c.lane, jobs.c.queued, jobs.c.blocked_on)
     found = by_key(select(*columns), jobs).where(jobs.c.job_id.in_(sorted(holders)), waiting)
     idle: set[str] = set()

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, delete, func, select
 
 from orchestrator.gates import AGENT, GateState
 from orchestrator.gpu import Health
-from orchestrator.jobs import OWNED, TERMINAL, Queued
+from orchestrator.jobs import DUE, OWNED, TERMINAL
 from orchestrator.store.dialect import clock, in_order, seconds_since, upsert, utc_now, utc_shift, walking
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.schema import gate_holds, gate_states, gpus, jobs, lease_gpus, leases
@@ -113,7 +113,7 @@ def measured(conn: Connection, stale_s: float) -> Measured:
 
 def waiting_in(conn: Connection, lane: str, most: int) -> int:
     """Jobs of a lane that wait for a worker, counted up to `most`."""
-    waiting = jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))
+    waiting = jobs.c.queued.in_(DUE)
     some = select(jobs.c.queued).where(jobs.c.lane == lane, waiting).limit(most).subquery()
     return int(conn.execute(select(func.count()).select_from(some)).scalar_one())
 

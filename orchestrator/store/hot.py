@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select, Table, bindparam
 
@@ -22,15 +22,16 @@ MANY_IDS = 1000
 #: From so many rows on it pays to look for what they have in common.
 MANY_ROWS = 8
 
-
+T = TypeVar("T")
 Listed = Sequence[ColumnElement[Any]]
 Processor = Callable[[Any], Any]
 Parameters = dict[str, Any] | tuple[Any, ...]
 
 
-def some_at_a_time(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    """In order, as many at a time as one statement should name."""
-    return (ids[first : first + MANY_IDS] for first in range(0, len(ids), MANY_IDS))
+def some_at_a_time(items: Sequence[T], many: int | None = None) -> Iterator[Sequence[T]]:
+    """In order, as many at a time as one statement should name: `MANY_IDS` unless it is said."""
+    many = many or MANY_IDS
+    return (items[first : first + many] for first in range(0, len(items), many))
 
 
 class Hot:

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, ScalarSelect, func, select
+from sqlalchemy import Connection, func, select
 
 from orchestrator.errors import JobNotFound, ResultNotFound
-from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
+from orchestrator.jobs import OWNED, TERMINAL, Status
 from orchestrator.jsontext import listed
 from orchestrator.store import paging
 from orchestrator.store.dialect import seconds_since, walking
 from orchestrator.store.hot import Hot
-from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, spawns, workers, workflows
-from orchestrator.workflows import FlowStatus
+from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
 #: Columns that are nobody's business outside.
 _HIDDEN = {"payload_hash", "lease_token", "rank", "expires_at", "held_caps", "spawned", "ready_at"}
@@ -190,45 +189,6 @@ def _oldest_pending_s(conn: Connection) -> float | None:
     oldest = select(seconds_since(jobs.c.created_at)).where(jobs.c.status == Status.PENDING)
     age = conn.execute(oldest.order_by(jobs.c.created_at).limit(1)).scalar()
     return None if age is None else max(float(age), 0.0)
-
-
-@dataclass(frozen=True)
-class Left:
-    """What is left of a lane: jobs that may start, that wait for something, for a moment, and that are owned.
-
-    `coming` are tasks that were added and are no jobs yet; of all lanes, since only their jobs will say in which each
-    is. Each is counted up to `MOST_COUNTED`.
-    """
-
-    ready: int
-    blocked: int
-    delayed: int
-    running: int
-    coming: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.ready + self.blocked + self.delayed + self.running + self.coming
-
-
-def left(conn: Connection, lane: str, most: int = MOST_COUNTED) -> Left:
-    """In one statement: between two of them a job would pass from what is not counted yet to what was."""
-
-    def count(index: str, condition: ColumnElement[bool]) -> ScalarSelect[int]:
-        some = select(jobs.c.lane).where(jobs.c.lane == lane, condition).limit(most)
-        first = walking(some, jobs, index).subquery()
-        return select(func.count()).select_from(first).scalar_subquery()
-
-    adding = spawns.join(workflows, workflows.c.workflow_id == spawns.c.workflow_id)
-    coming = select(func.coalesce(func.sum(spawns.c.remaining), 0)).select_from(adding)
-    found = select(
-        count("ix_jobs_queue", jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))),
-        count("ix_jobs_queue", jobs.c.queued == Queued.BLOCKED),
-        count("ix_jobs_queue", jobs.c.queued == Queued.DELAYED),
-        count("ix_jobs_status", jobs.c.status.in_(sorted(OWNED))),
-        coming.where(workflows.c.status == FlowStatus.RUNNING).scalar_subquery(),
-    )
-    return Left(*[min(int(number), most) for number in conn.execute(found).one()])
 
 
 @dataclass(frozen=True)

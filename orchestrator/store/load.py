@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, case, func, literal, select
+from sqlalchemy import Connection, Select, case, func, select
 
 from orchestrator import ranking
 from orchestrator.errors import LaneNotFound
-from orchestrator.jobs import DEFAULT_LANE, OWNED, Queued, Status
+from orchestrator.jobs import DEFAULT_LANE, DUE, OWNED, Queued, Status
 from orchestrator.pools import OPEN
 from orchestrator.scaling import LATELY_S, Load
+from orchestrator.store.backlog import counted
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift, walking
-from orchestrator.store.schema import LIVE_WORKERS, jobs, lanes, worker_pools, workers
+from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, lanes, worker_pools, workers
 
 #: Jobs of one kind that are counted. More make no difference to an autoscaler, which has a maximum of its own.
 MOST_COUNTED = 5000
@@ -40,12 +41,12 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
     clock = conn.execute(select(lanes.c.virtual_time).where(lanes.c.lane == lane)).scalar()
     if pool is None and clock is None and not staff.known and lane != DEFAULT_LANE:
         raise LaneNotFound(lane)
-    counted = conn.execute(_counts(lane, most)).one()
-    waiting, due, running, delayed, blocked = (min(int(number), most) for number in counted)
+    found = conn.execute(_counts(lane, most)).one()
+    waiting, overdue, running, delayed, blocked = (min(int(number), most) for number in found)
     return Load(
-        waiting=waiting + due,
+        waiting=waiting + overdue,
         running=running,
-        delayed=max(delayed - due, 0),
+        delayed=max(delayed - overdue, 0),
         blocked=blocked,
         oldest_wait_s=_oldest_wait_s(conn, lane),
         mean_latency_s=None if clock is None else _mean_latency_s(conn, lane, clock),
@@ -56,13 +57,13 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
         minimum=pool.min_workers if pool else 0,
         maximum=pool.max_workers if pool else None,
         open=pool is None or pool.status in OPEN,
-        at_least=most in (waiting, due, running, delayed, blocked),
+        at_least=most in (waiting, overdue, running, delayed, blocked),
     )
 
 
 def _staff(conn: Connection, lane: str) -> Any:
     """Who serves the lane, and whether anybody did lately: workers are forgotten some days after their end."""
-    active = workers.c.status == LIVE_WORKERS[0]
+    active = workers.c.status == ACTIVE
     anybody = select(workers.c.pool_id).where(workers.c.pool_id == lane).limit(1).subquery()
     query = select(
         select(func.count()).select_from(anybody).scalar_subquery().label("known"),
@@ -75,27 +76,19 @@ def _staff(conn: Connection, lane: str) -> Any:
 
 
 def _counts(lane: str, most: int) -> Select[Any]:
-    """Waiting, due, running, delayed, blocked.
-
-    One statement: between two of them a job would pass from what is not counted yet to what was.
-    """
-
-    def count(index: str, *conditions: ColumnElement[bool]) -> Any:
-        some = select(literal(1)).where(*conditions).limit(most)
-        return select(func.count()).select_from(walking(some, jobs, index).subquery()).scalar_subquery()
-
+    """Waiting, overdue, running, delayed, blocked."""
     here = jobs.c.lane == lane
     return select(
-        count("ix_jobs_queue", here, jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED))),
+        counted("ix_jobs_queue", most, here, jobs.c.queued.in_(DUE)),
         # Nobody has let them go yet: perhaps nobody leads. Of all lanes, since their order is that of time.
-        _among_the_due(lane, most),
-        count("ix_jobs_status", jobs.c.status.in_(sorted(OWNED)), here),
-        count("ix_jobs_queue", here, jobs.c.queued == Queued.DELAYED),
-        count("ix_jobs_queue", here, jobs.c.queued == Queued.BLOCKED),
+        _overdue(lane, most),
+        counted("ix_jobs_status", most, here, jobs.c.status.in_(sorted(OWNED))),
+        counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.DELAYED),
+        counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.BLOCKED),
     )
 
 
-def _among_the_due(lane: str, most: int) -> Any:
+def _overdue(lane: str, most: int) -> Any:
     first = select(jobs.c.lane, jobs.c.queued).where(jobs.c.not_before <= utc_now()).order_by(jobs.c.not_before)
     due = walking(first.limit(most), jobs, "ix_jobs_due").subquery()
     mine = (due.c.lane == lane, due.c.queued == Queued.DELAYED)
@@ -103,7 +96,7 @@ def _among_the_due(lane: str, most: int) -> Any:
 
 
 def _oldest_wait_s(conn: Connection, lane: str) -> float:
-    waiting = (jobs.c.lane == lane, jobs.c.queued.in_((Queued.READY, Queued.ANNOUNCED)))
+    waiting = (jobs.c.lane == lane, jobs.c.queued.in_(DUE))
     some = select(seconds_since(jobs.c.created_at).label("age_s")).where(*waiting).limit(MOST_ASKED)
     head = walking(some, jobs, "ix_jobs_queue").subquery()
     return max(float(conn.execute(select(func.max(head.c.age_s))).scalar() or 0.0), 0.0)

@@ -11,12 +11,23 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Row, Table, Update, and_, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from orchestrator import tally
+from orchestrator.batch_sizes import BatchSizes, from_text
 from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
-from orchestrator.store.schema import ENDED_WORKERS, LIVE_WORKERS, jobs, leases, nodes, workers
+from orchestrator.store.schema import (
+    ACTIVE,
+    DRAINING,
+    ENDED_WORKERS,
+    LIVE_WORKERS,
+    LOST,
+    STOPPED,
+    jobs,
+    leases,
+    nodes,
+    workers,
+)
 
 #: The node of a worker that names none: no node's name, so that no GPU is there.
 NO_NODE = "(none)"
@@ -164,7 +175,7 @@ def _columns(beat: Beat) -> dict[str, Any]:
         "busy": beat.busy,
         "jobs_done": beat.done,
         "jobs_failed": beat.failed,
-        "status": "draining" if beat.draining else "active",
+        "status": DRAINING if beat.draining else ACTIVE,
         "ready": beat.ready,
         "trouble": beat.trouble and beat.trouble[:255],
         "blocked": beat.blocked,
@@ -233,8 +244,8 @@ def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
 def deregister(conn: Connection, worker: Worker) -> None:
     conn.execute(
         update(workers)
-        .where(workers.c.worker_id == worker.worker_id, workers.c.status != "lost")
-        .values(status="stopped", busy=0, last_heartbeat=utc_now())
+        .where(workers.c.worker_id == worker.worker_id, workers.c.status != LOST)
+        .values(status=STOPPED, busy=0, last_heartbeat=utc_now())
     )
     audit.record(conn, [worker_event("worker.stopped", worker)])
 
@@ -252,7 +263,7 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
         conn.execute(
             update(workers)
             .where(workers.c.worker_id.in_([row.worker_id for row in silent]))
-            .values(status="lost", busy=0)
+            .values(status=LOST, busy=0)
         )
         audit.record(conn, [worker_event("worker.lost", row) for row in silent])
     return [as_worker(row) for row in silent]
@@ -336,7 +347,7 @@ def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
 
 def _listed(row: Row[Any]) -> dict[str, Any]:
     worker = row._asdict()
-    sizes = tally.from_text(worker.pop("batch_sizes"))
+    sizes = from_text(worker.pop("batch_sizes"))
     return worker | {
         "types": json.loads(row.types),
         "node_id": None if row.node_id == NO_NODE else row.node_id,
@@ -346,14 +357,14 @@ def _listed(row: Row[Any]) -> dict[str, Any]:
     }
 
 
-def batch_sizes(conn: Connection) -> dict[str, tally.Tally]:
+def batch_sizes(conn: Connection) -> dict[str, BatchSizes]:
     """What workers told of their batches, by worker, those that left within the last hour included."""
     rows = conn.execute(
         select(workers.c.worker_id, workers.c.batch_sizes).where(
             workers.c.batch_sizes.is_not(None), workers.c.last_heartbeat > utc_shift(-3600.0)
         )
     )
-    return {row.worker_id: tally.from_text(row.batch_sizes) for row in rows}
+    return {row.worker_id: from_text(row.batch_sizes) for row in rows}
 
 
 def serves(conn: Connection, node_id: str, pool_id: str) -> bool:

@@ -17,7 +17,7 @@ from orchestrator.store.caps import NO_BOOK, Glance
 from orchestrator.store.dialect import utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import LATEST_START
-from orchestrator.store.schema import gate_holds, jobs, lanes, workers
+from orchestrator.store.schema import ACTIVE, gate_holds, jobs, lanes, workers
 
 #: How often one transaction looks for more, after jobs whose caps are full were parked.
 MAX_LOOKS = 16
@@ -260,7 +260,7 @@ def live_slots(conn: Connection, lane: str) -> int | None:
         return None
     total = conn.execute(
         select(func.sum(workers.c.slots)).where(
-            workers.c.pool_id == lane, workers.c.status == "active", workers.c.kind == "process"
+            workers.c.pool_id == lane, workers.c.status == ACTIVE, workers.c.kind == "process"
         )
     ).scalar()
     return int(total or 0)

@@ -17,7 +17,7 @@ from orchestrator.jobs import DEFAULT_LANE, OWNED
 from orchestrator.pools import CLOSED, OPEN, PoolArrow, PoolChange, PoolSpec, PoolState
 from orchestrator.store import audit
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
-from orchestrator.store.schema import LIVE_WORKERS, jobs, pool_assignments, worker_pools, workers
+from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, pool_assignments, worker_pools, workers
 
 _SPEC = tuple(name for name in PoolSpec.model_fields if name != "metadata")
 
@@ -186,7 +186,7 @@ def _listed() -> Select[Any]:
             workers.c.pool_id,
             func.count().label("workers"),
             func.sum(workers.c.busy).label("running"),
-            func.sum(case((workers.c.status == "active", workers.c.ready), else_=0)).label("ready_slots"),
+            func.sum(case((workers.c.status == ACTIVE, workers.c.ready), else_=0)).label("ready_slots"),
             func.max(workers.c.last_heartbeat).label("heard_at"),
             func.avg(workers.c.load_seconds).label("load_seconds"),
         )

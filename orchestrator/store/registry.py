@@ -20,7 +20,7 @@ from orchestrator.store import audit, nodes
 from orchestrator.store.dialect import by_key
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat, Worker
-from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, worker_pools, workers
+from orchestrator.store.schema import DRAINING, LIVE_WORKERS, gpus, jobs, leases, worker_pools, workers
 from orchestrator.store.schema import nodes as node_rows
 from orchestrator.store.settle import End, Outcome, Settled, record
 
@@ -102,7 +102,7 @@ def heartbeat(conn: Connection, worker_id: str, busy: int | None, done: int | No
         row.busy if busy is None else busy,
         row.jobs_done if done is None else done,
         row.jobs_failed if failed is None else failed,
-        draining=row.status == "draining",
+        draining=row.status == DRAINING,
     )
     nodes.heartbeat(conn, nodes.as_worker(row), beat)
     if not beat.busy:  # by its own account; its leases say otherwise, perhaps

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, Select, and_, exists, or_, select, updat
 
 from orchestrator import jobs as job_rules
 from orchestrator.errors import JobCancelled, JobNotFound, NotOwner, OrchestratorError
-from orchestrator.jobs import OWNED, ErrorKind, RetryPolicy, Status
+from orchestrator.jobs import OWNED, Arrow, ErrorKind, RetryPolicy, Status
 from orchestrator.pools import OPEN, PoolState
 from orchestrator.store import audit, followers, job_reads, ownership, registry
 from orchestrator.store.caps import Seats
@@ -44,10 +44,15 @@ class Heard(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The answer to an End: where the job, which waits in or came from this lane, stands now."""
+    """The answer to an End: the arrow that the job took, and the lane that it waits in or came from."""
 
-    status: Status
+    arrow: Arrow
     lane: str
+
+    @property
+    def status(self) -> Status:
+        """Where it stands now."""
+        return self.arrow.target
 
 
 Answer = Ended | Heard | OrchestratorError
@@ -105,7 +110,7 @@ def _judged(conn: Connection, by: Claimant, settled: Settled) -> Answer:
         return _refusal(conn, settled.end, by.worker_id)
     if settled.arrow is job_rules.STOP:
         return JobCancelled(settled.end.job_id)
-    return Ended(settled.arrow.target, by.pool_id)
+    return Ended(settled.arrow, by.pool_id)
 
 
 def _refusal(conn: Connection, event: End | Sign, worker_id: str) -> OrchestratorError:

@@ -17,16 +17,14 @@ from sqlalchemy.exc import IntegrityError
 
 from orchestrator import actors
 from orchestrator.errors import InvalidInput, OrchestratorError, ScheduleNotFound
-from orchestrator.jobs import NewJob, RetryPolicy
+from orchestrator.jobs import NewJob
 from orchestrator.schedules import Plan, ScheduleSpec, Timing, fire_id, plan
 from orchestrator.store import audit
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import by_key, clock, utc_now, walking
 from orchestrator.store.hot import insert_rows
-from orchestrator.store.policies import read_book
 from orchestrator.store.schema import schedules
-from orchestrator.store.submit import PERMANENT, Admit, Answer, Verdict, let_in, refusal, submit_within
-from orchestrator.store.workflows import Rules
+from orchestrator.store.submit import PERMANENT, Answer, Rules, Verdict, refusal, submit_within
 
 #: When a schedule is looked at again whose next time cannot be told.
 LOOK_AGAIN = timedelta(hours=1)
@@ -91,7 +89,7 @@ def page(conn: Connection, after: str | None, limit: int) -> list[dict[str, Any]
 
 def fire_now(conn: Connection, db: Database, schedule_id: str, job: NewJob, rules: Rules) -> Answer:
     """Submit its job because somebody wants it now. An id that another inserts at this moment is `MetOthers`."""
-    [answer] = submit_within(conn, db, [job], rules.policy, rules.admit, rules.book)
+    [answer] = submit_within(conn, db, [job], rules)
     if answer is Verdict.CREATED:
         details = {"schedule_id": schedule_id, "by_hand": True}
         audit.record(conn, [audit.Event("schedule.fired", job_id=job.job_id, details=details)])
@@ -159,9 +157,7 @@ class _Firing:
         return audit.Event(name, job_id=job_id, details={"schedule_id": self.row.schedule_id} | details)
 
 
-def fire(
-    conn: Connection, db: Database, schedule_ids: Sequence[str], make: Make, policy: RetryPolicy, admit: Admit = let_in
-) -> list[NewJob]:
+def fire(conn: Connection, db: Database, schedule_ids: Sequence[str], make: Make, rules: Rules) -> list[NewJob]:
     """Fire those of these that are still due: their jobs, their next times and the audit, or nothing of it.
 
     Answers with the jobs that are new. A row that an operator changes at this moment is left for the next look.
@@ -177,7 +173,7 @@ def fire(
     now = clock(conn)
     firings = [_firing(row, now, make) for row in rows]
     jobs = [job for firing in firings for job in firing.jobs.values()]
-    verdicts = submit_within(conn, db, jobs, policy, admit, read_book)
+    verdicts = submit_within(conn, db, jobs, rules)
     answers = {job.job_id: answer for job, answer in zip(jobs, verdicts, strict=True)}
     events = []
     for firing in firings:

@@ -49,11 +49,11 @@ from orchestrator.workflows import FlowStatus
 
 metadata = MetaData()
 
-WORKER_STATES = ("active", "draining", "stopped", "lost")
+WORKER_STATES = ACTIVE, DRAINING, STOPPED, LOST = ("active", "draining", "stopped", "lost")
 #: Ours, which read their lane's stream, and those that fetch their jobs over HTTP.
 WORKER_KINDS = ("process", "http")
 #: Workers that send heartbeats, and those that do so no more.
-LIVE_WORKERS, ENDED_WORKERS = WORKER_STATES[:2], WORKER_STATES[2:]
+LIVE_WORKERS, ENDED_WORKERS = (ACTIVE, DRAINING), (STOPPED, LOST)
 LEASE_STATES = ("active", "released", "expired", "spent")
 
 
@@ -414,7 +414,7 @@ workers = Table(
     Column("status", String(16), nullable=False, server_default="active"),
     Column("jobs_done", BigInteger, nullable=False, server_default="0"),
     Column("jobs_failed", BigInteger, nullable=False, server_default="0"),
-    # By type, how large its batches were (`orchestrator.tally`); NULL before the first.
+    # By type, how large its batches were (`orchestrator.batch_sizes`); NULL before the first.
     Column("batch_sizes", LongText),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),

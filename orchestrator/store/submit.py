@@ -67,12 +67,12 @@ def no_policies(_conn: Connection) -> Book:
 
 
 @dataclass(frozen=True)
-class _Rules:
+class Rules:
     """By which new jobs are stored."""
 
     policy: RetryPolicy
-    admit: Admit
-    book: Callable[[Connection], Book]
+    admit: Admit = let_in
+    book: Callable[[Connection], Book] = no_policies
 
 
 def submit_jobs(
@@ -89,7 +89,7 @@ def submit_jobs(
     """
     # Ids of our own making are new, unless a commit whose answer was lost has stored them: then they are met again.
     lookup = [job.job_id for job in batch if not job.generated_id]
-    rules = _Rules(policy, admit, book)
+    rules = Rules(policy, admit, book)
     for _ in range(MAX_RUNS):
         try:
             return db.write(lambda conn: _submit(conn, db, batch, lookup, rules))  # noqa: B023 - runs at once
@@ -108,22 +108,15 @@ def meeting_nobody(write: Callable[[], R]) -> R:
     return write()
 
 
-def submit_within(
-    conn: Connection,
-    db: Database,
-    batch: Sequence[NewJob],
-    policy: RetryPolicy,
-    admit: Admit = let_in,
-    book: Callable[[Connection], Book] = no_policies,
-) -> list[Answer]:
+def submit_within(conn: Connection, db: Database, batch: Sequence[NewJob], rules: Rules) -> list[Answer]:
     """The same in a transaction of the caller's: the jobs are stored if that commits.
 
     An id that another process inserts at the same moment is `MetOthers`, and the caller's to run again.
     """
-    return _submit(conn, db, batch, [job.job_id for job in batch], _Rules(policy, admit, book)) if batch else []
+    return _submit(conn, db, batch, [job.job_id for job in batch], rules) if batch else []
 
 
-def _submit(conn: Connection, db: Database, batch: Sequence[NewJob], lookup: list[str], rules: _Rules) -> list[Answer]:
+def _submit(conn: Connection, db: Database, batch: Sequence[NewJob], lookup: list[str], rules: Rules) -> list[Answer]:
     known = _known_hashes(conn, lookup)
     answers: list[Answer] = []
     fresh: dict[int, NewJob] = {}
@@ -192,10 +185,10 @@ def enter(
 ) -> None:
     """Store jobs that were decided about, in the caller's transaction. An id that is taken is `MetOthers`."""
     if entering:
-        _insert_jobs(conn, db, entering, _Rules(policy, let_in, book))
+        _insert_jobs(conn, db, entering, Rules(policy, book=book))
 
 
-def _insert_jobs(conn: Connection, db: Database, admitted: Sequence[Entering], rules: _Rules) -> None:
+def _insert_jobs(conn: Connection, db: Database, admitted: Sequence[Entering], rules: Rules) -> None:
     now, virtual_times = _clocks(conn, {one.job.spec.pool_id for one in admitted})
     batch, book = [one.job for one in admitted], rules.book(conn)
     charging = partial(accounts.rank_all, batch=batch, virtual_times=virtual_times, book=book)

@@ -8,7 +8,7 @@ there is counted, the holes are remembered with the cursor, and each fold looks 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from sqlalchemy import (
 
 from orchestrator import tallies as rules
 from orchestrator.store.dialect import clock, json_field, largest, seconds_between, seconds_since, upsert, walking
-from orchestrator.store.hot import Hot
+from orchestrator.store.hot import Hot, some_at_a_time
 from orchestrator.store.schema import audit, jobs, results, tallies, tally_cursor
 from orchestrator.tallies import BOUNDS, SUBMITS, Group, Hole, Ids, Times, Totals
 
@@ -53,7 +53,7 @@ def fold(conn: Connection, most: int = BATCH) -> int:
     """Count up to `most` new events, and those that came late; how many."""
     cursor = _cursor(conn, locked=True)
     now = clock(conn).replace(tzinfo=UTC).timestamp()
-    late = [ids for part in _parts(cursor.holes) for ids in _present(conn, _within(part), most)]
+    late = [ids for part in some_at_a_time(cursor.holes, MANY_RANGES) for ids in _present(conn, _within(part), most)]
     new = _present(conn, audit.c.id > cursor.position, most)
     _add(conn, [*late, *new])
     # A trail that is shorter than what was counted was cut off by hand, and goes on from there.
@@ -123,10 +123,6 @@ def _newest(conn: Connection) -> int:
 # ── which ids are there ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _parts(ranges: Sequence[Hole | Ids]) -> Iterator[Sequence[Hole | Ids]]:
-    return (ranges[first : first + MANY_RANGES] for first in range(0, len(ranges), MANY_RANGES))
-
-
 def _within(ranges: Sequence[Hole | Ids]) -> ColumnElement[bool]:
     return or_(*[audit.c.id.between(ids.first, ids.last) for ids in ranges])
 
@@ -148,15 +144,15 @@ def _present(conn: Connection, condition: ColumnElement[bool], most: int) -> lis
 
 
 def _add(conn: Connection, found: Sequence[Ids]) -> None:
-    groups = [group for part in _parts(found) for group in _groups(conn, part)]
+    groups = [group for part in some_at_a_time(found, MANY_RANGES) for group in _groups(conn, part)]
     known = conn.execute(select(tallies.c.type).where(tallies.c.name == SUBMITS)).scalars() if groups else ()
     added = rules.additions(groups, set(known))
     rows = [
         dict(zip(("name", "type", "label", "value"), (*key, value), strict=True))
         for key, value in sorted(added.items())
     ]
-    for first in range(0, len(rows), MANY_TOTALS):
-        upsert(conn, tallies, rows[first : first + MANY_TOTALS], lambda new: {"value": tallies.c.value + new.value})
+    for some in some_at_a_time(rows, MANY_TOTALS):
+        upsert(conn, tallies, some, lambda new: {"value": tallies.c.value + new.value})
 
 
 def _groups(conn: Connection, ranges: Sequence[Any]) -> list[Group]:

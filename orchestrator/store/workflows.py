@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,8 @@ from orchestrator.errors import (
     WorkflowGrown,
     WorkflowNotFound,
 )
-from orchestrator.jobs import OWNED, TERMINAL, NewJob, RetryPolicy, Status
+from orchestrator.jobs import OWNED, TERMINAL, NewJob, Status
 from orchestrator.names import is_name
-from orchestrator.policies import Book
 from orchestrator.store import audit, flows, paging, sweeping
 from orchestrator.store.blocked import TASKS
 from orchestrator.store.database import Database
@@ -28,22 +27,13 @@ from orchestrator.store.dialect import by_key, clock, utc_now
 from orchestrator.store.flows import Flow
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, task_edges, workflows
-from orchestrator.store.submit import Admit, Entering, enter, let_in, no_policies
+from orchestrator.store.submit import Entering, Rules, enter
 from orchestrator.store.sweeping import Walk
 from orchestrator.workflows import BAD, FlowStatus, NewWorkflow, Progress, Task, check_known, in_order, task_id
 
 #: Tasks that one rerun may start over; and needs of a task that are shown with it.
 MOST_RERUN, MOST_NEEDS = 5000, 50
 TOO_LONG = "it took longer than its max_runtime_sec or its deadline_at allow"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """By which tasks are stored: as every submit's."""
-
-    policy: RetryPolicy
-    admit: Admit = let_in
-    book: Callable[[Connection], Book] = no_policies
 
 
 # ── making them ─────────────────────────────────────────────────────────────────────────────────────────────────────

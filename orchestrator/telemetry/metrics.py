@@ -26,9 +26,9 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from orchestrator import __version__, tallies
+from orchestrator.batch_sizes import BOUNDS, Sizes
 from orchestrator.placement import Reason
 from orchestrator.tallies import MAX_TYPES, OTHER, Totals
-from orchestrator.tally import BOUNDS, Sizes
 
 _PREFIX = "gpu_orchestrator"
 

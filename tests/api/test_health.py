@@ -13,9 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import insert, select, update
 
+from orchestrator import batch_sizes
 from orchestrator import tallies as tallies_rules
-from orchestrator import tally
 from orchestrator.api import gauges, probes, readings
+from orchestrator.batch_sizes import Sizes
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable
 from orchestrator.gpu import Health
@@ -24,7 +25,6 @@ from orchestrator.store import audit, schema, tallies
 from orchestrator.store.audit import Event
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_shift
-from orchestrator.tally import Sizes
 from orchestrator.telemetry import metrics
 from tests.api.conftest import Running
 from tests.factories import Hand, gpu, hire, many_jobs, row, set_job
@@ -228,7 +228,7 @@ def test_sizes_of_batches_add_up_also_when_their_worker_leaves(api: Running, mon
         counted = Sizes()
         for size in sizes:
             counted.count(size)
-        hand.beat(batch_sizes=tally.to_text({f"embed-{hand.worker_id}": counted, "embed": counted}))
+        hand.beat(batch_sizes=batch_sizes.to_text({f"embed-{hand.worker_id}": counted, "embed": counted}))
 
     def shown() -> dict[str, str]:
         text = api.get("/metrics").text

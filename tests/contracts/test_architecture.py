@@ -27,7 +27,7 @@ DOORS = {
     "click": ("orchestrator/cli/",),
     "grpc": ("orchestrator/scaler/",),
     "google": ("orchestrator/scaler/",),
-    "prometheus_client": ("orchestrator/telemetry/", "orchestrator/api/"),
+    "prometheus_client": ("orchestrator/telemetry/",),
     "opentelemetry": ("orchestrator/telemetry/",),
     "worker": ("worker/", "orchestrator/cli/"),
 }
@@ -73,6 +73,7 @@ ABOVE = {
         for pure in (
             "actors",
             "admission",
+            "batch_sizes",
             "batching",
             "bounded",
             "cancellation",
@@ -97,7 +98,6 @@ ABOVE = {
             "settings",
             "spawning",
             "tallies",
-            "tally",
             "triggers",
             "workflows",
         )

@@ -16,7 +16,11 @@ ELSEWHERE = ("orchestrator/client/", "orchestrator/bounded/")
 TABLES = ("orchestrator/telemetry/life.py",)
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 #: Functions that make fields, and which.
-MADE = {"about": {"job_id", "attempt", "trace_id"}, "_about": {"item", "job_id", "attempt", "worker_id"}}
+MADE = {
+    "about": {"job_id", "attempt", "trace_id"},
+    "_about": {"job_id", "attempt"},
+    "self._about": {"job_id", "attempt", "worker_id"},  # whatever a batcher's items are about
+}
 
 
 class Line(NamedTuple):
@@ -46,8 +50,8 @@ def named(value: ast.expr | None, tree: ast.AST) -> set[str] | None:
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitOr):
         left, right = named(value.left, tree), named(value.right, tree)
         return None if left is None or right is None else left | right
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-        return MADE.get(value.func.id)
+    if isinstance(value, ast.Call):
+        return MADE.get(ast.unparse(value.func))
     if isinstance(value, ast.Name):
         return assigned(value.id, tree)
     if not isinstance(value, ast.Dict):

@@ -197,7 +197,7 @@ class Truth:
         told = [
             json.loads(row[0]) for row in self.rows("SELECT batch_sizes FROM workers WHERE batch_sizes IS NOT NULL")
         ]
-        sizes = [tally["gather"] for tally in told if "gather" in tally]
+        sizes = [by_type["gather"] for by_type in told if "gather" in by_type]
         return sum(sum(size["calls"]) for size in sizes), sum(size["jobs"] for size in sizes)
 
     def granted(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from orchestrator.leader.term import Term, borrow
 from orchestrator.store import audit, dead_letters, flows, job_reads, leadership, schema, tallies, workflows
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.retention import JOBS, ROWS
+from orchestrator.store.submit import Rules
 from orchestrator.workflows import Limits, NewWorkflow
 from tests.factories import POLICY, hire, many_jobs, row, rows, set_job, status, submit, write_as
 
@@ -300,7 +301,7 @@ def test_a_job_that_somebody_holds_goes_another_time(maria_db, config, hub, publ
 def workflow(db, *tasks, **fields) -> None:
     named = [{"name": name, "type": "echo", "payload": {}, "depends_on": list(needs)} for name, *needs in tasks]
     new = NewWorkflow.prepare({"workflow_id": "w", "tasks": named} | fields, LIMITS)
-    db.write(lambda conn: workflows.create(conn, db, new, workflows.Rules(POLICY)))
+    db.write(lambda conn: workflows.create(conn, db, new, Rules(POLICY)))
 
 
 def finish(db, *names) -> None:

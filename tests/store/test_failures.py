@@ -4,9 +4,9 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from orchestrator.jobs import Status
-from orchestrator.store import audit, dead_letters, failures, job_reads, schema
+from orchestrator.store import audit, backlog, dead_letters, failures, schema
+from orchestrator.store.backlog import Left
 from orchestrator.store.failures import Filter
-from orchestrator.store.job_reads import Left
 from tests.factories import many_jobs, write_as
 
 
@@ -102,9 +102,9 @@ def test_what_is_left_of_a_lane(db):
     ended(db, "mine", "running", 2)
     ended(db, "elsewhere", "pending", 9, queued="ready", lane="gold")
     ended(db, "over", "done", 9)
-    assert db.read(lambda conn: job_reads.left(conn, "default")) == Left(5, 1, 4, 2)
-    assert db.read(lambda conn: job_reads.left(conn, "default", most=2)).total == 7
-    assert db.read(lambda conn: job_reads.left(conn, "nowhere")).total == 0
+    assert db.read(lambda conn: backlog.left(conn, "default")) == Left(5, 1, 4, 2)
+    assert db.read(lambda conn: backlog.left(conn, "default", most=2)).total == 7
+    assert db.read(lambda conn: backlog.left(conn, "nowhere")).total == 0
 
 
 def test_tasks_of_a_workflow_are_neither_counted_nor_in_the_way(db):

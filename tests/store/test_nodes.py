@@ -7,12 +7,12 @@ from threading import Barrier, Thread
 import pytest
 from sqlalchemy import insert, text
 
+from orchestrator.batch_sizes import Sizes, to_text
 from orchestrator.errors import WorkerLost
 from orchestrator.gpu import GpuProcess
 from orchestrator.store import gpus, nodes, outbox, schema
 from orchestrator.store.gpus import Gate
 from orchestrator.store.nodes import Worker
-from orchestrator.tally import Sizes, to_text
 from tests.factories import Hand, gpu, hire, now, row, rows, submit
 from tests.waiting import wait_until
 

@@ -455,7 +455,7 @@ def test_a_count_stops_at_its_limit(crowded, name):
 
 def test_what_is_left_of_a_lane_is_counted_up_to_a_limit(crowded):
     engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: job_reads.left(conn, "default", 100))
+    statement, parameters = first_select(engine, lambda conn: backlog.left(conn, "default", 100))
     with engine.connect() as connection:
         plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
     steps = [step for step in plan if step["table"] == "orchestrator_jobs"]

@@ -17,6 +17,7 @@ from orchestrator.store.admission import Admission
 from orchestrator.store.dialect import clock
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.policies import Copy
+from orchestrator.store.submit import Rules
 from tests.factories import POLICY, meeting, now, rows, submit
 
 JOB = {"type": "echo", "payload": {"n": 1}, "pool_id": "big"}
@@ -40,7 +41,8 @@ def make(template, job_id):
 
 
 def fire(db, *names, **how):
-    return [job.job_id for job in db.write(lambda conn: schedules.fire(conn, db, names or ["s"], make, POLICY, **how))]
+    rules = Rules(POLICY, **how)
+    return [job.job_id for job in db.write(lambda conn: schedules.fire(conn, db, names or ["s"], make, rules))]
 
 
 def due(db, limit=100):
@@ -185,7 +187,7 @@ def test_a_template_that_is_accepted_no_more_says_so_and_goes_on(db):
     def refuse(_template, _job_id):
         raise InvalidInput("type: no longer")
 
-    assert db.write(lambda conn: schedules.fire(conn, db, ["s"], refuse, POLICY)) == []
+    assert db.write(lambda conn: schedules.fire(conn, db, ["s"], refuse, Rules(POLICY))) == []
     kept = get(db)
     assert (kept["last_error"], kept["enabled"], kept["next_fire_at"]) == (
         "type: no longer",
@@ -248,7 +250,7 @@ def test_two_leaders_fire_each_time_once(db, settings):
     old = term(db, "a")
     new = term(db, "b")
     with pytest.raises(StaleEpoch):
-        old.write(lambda conn: schedules.fire(conn, db, ["s"], make, POLICY))
+        old.write(lambda conn: schedules.fire(conn, db, ["s"], make, Rules(POLICY)))
     assert (jobs(db), due(db)) == ([], ["s"])
     assert lead(db, new, settings) == [fire_id("s", at)]
     with pytest.raises(StaleEpoch):

@@ -8,7 +8,7 @@ import pytest
 from orchestrator.errors import InvalidInput, WorkflowGrown
 from orchestrator.jobs import ErrorKind
 from orchestrator.store import flows, inputs, schema, spawning, workflows
-from orchestrator.store.job_reads import Left, left
+from orchestrator.store.backlog import Left, left
 from orchestrator.store.settle import finish_all
 from orchestrator.store.spawning import Marked, Parent, Rules, check, forget_lost, make_some, marked, stage
 from orchestrator.workflows import Limits

@@ -22,14 +22,14 @@ from orchestrator.jobs import ErrorKind
 from orchestrator.store import audit, dead_letters, flows, followers, hot, outbox, schema, withdraw, workflows
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
-from orchestrator.store.submit import Verdict, submit_jobs
+from orchestrator.store.submit import Rules, Verdict, submit_jobs
 from orchestrator.store.sweeping import Walk
 from orchestrator.workflows import Limits, NewWorkflow, prepare_tasks
 from tests.factories import POLICY, done, failed, hire, history, is_sqlite, new_job, row, rows, submit, traffic
 from tests.fetchers import enlist
 
 LIMITS = Limits(10_000, 16)
-RULES = workflows.Rules(POLICY)
+RULES = Rules(POLICY)
 
 
 def task(name, *needs, **fields):
@@ -105,7 +105,7 @@ def test_a_task_that_is_not_let_in_stops_all_of_it(db):
         return [FREELY] * (len(fresh) - 1) + [QueueFull("too many")]
 
     with pytest.raises(QueueFull):
-        create(db, *DIAMOND, rules=workflows.Rules(POLICY, admit))
+        create(db, *DIAMOND, rules=Rules(POLICY, admit))
     assert rows(db, schema.workflows) == rows(db, schema.jobs) == []
 
 

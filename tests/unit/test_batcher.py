@@ -2,12 +2,13 @@
 
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from typing import NamedTuple
 
 import pytest
 
+from orchestrator import remote
 from orchestrator.errors import DatabaseUnavailable, Overloaded
 from orchestrator.store.batcher import Batcher
+from orchestrator.store.reports import Report
 from orchestrator.store.settle import End, Outcome
 
 WAIT_S = 10.0
@@ -257,15 +258,13 @@ def test_a_flush_that_answers_too_little_is_a_bug_of_that_flush_and_nobody_hangs
 
 
 def test_what_nobody_waits_for_and_fails_is_told_without_what_it_says(caplog):
-    class Note(NamedTuple):
-        event: End
-
     def refuse(_items):
         raise ValueError("no")
 
-    batcher: Batcher[Note, None] = Batcher("b", refuse)
-    batcher.post(Note(End("j", 3, Outcome.DONE, result='"a secret"')))
+    batcher: Batcher[Report, None] = Batcher("b", refuse, about=remote._about)
+    batcher.post(Report("w", End("j", 3, Outcome.DONE, result='"a secret"')))
     assert batcher.close(5)
     (line,) = caplog.records
-    assert (line.message, line.job_id, line.attempt, line.item) == ("a write failed", "j", 3, "Note")
+    assert (line.message, line.item, line.error) == ("a write failed", "Report", "no")
+    assert (line.job_id, line.attempt, line.worker_id) == ("j", 3, "w")
     assert "secret" not in str(vars(line))

@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import pytest
 
 import worker.intake
-from orchestrator import tally
+from orchestrator import batch_sizes
+from orchestrator.batch_sizes import Sizes
 from orchestrator.batching import Seats
 from orchestrator.jobs import ErrorKind
 from orchestrator.leases import Remains
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.settle import Outcome
 from orchestrator.stream.lane import Entry
-from orchestrator.tally import Sizes
 from worker import Cancelled, Permanent, Retry, Skip, answers, handler
 from worker.flags import Flags
 from worker.handlers import Batching
@@ -318,5 +318,5 @@ def test_sizes_are_counted_up_to_their_bounds():
         sizes.count(size)
     assert sizes.calls == [1, 1, 2, 0, 0, 1, 0, 0, 0, 0, 1]
     assert sizes.summary() == {"calls": 6, "jobs": 1042, "mean": 173.67}
-    assert tally.from_text(tally.to_text({"many": sizes})) == {"many": sizes}
-    assert (tally.to_text({}), tally.from_text(None)) == (None, {})
+    assert batch_sizes.from_text(batch_sizes.to_text({"many": sizes})) == {"many": sizes}
+    assert (batch_sizes.to_text({}), batch_sizes.from_text(None)) == (None, {})

@@ -4,6 +4,7 @@ import pytest
 from sqlalchemy import select
 
 from orchestrator.store import schema, workflows
+from orchestrator.store.submit import Rules
 from orchestrator.workflows import Limits, NewWorkflow
 from tests.factories import POLICY, new_job, rows
 from tests.waiting import wait_until
@@ -54,7 +55,7 @@ def test_tasks_get_the_results_of_what_they_need(cluster, orchestrator, worker):
         {"name": "d", "type": "by-name", "payload": {"names": ["c", "a"]}, "depends_on": ["a", "c"]},
     ]
     new = NewWorkflow.prepare({"workflow_id": "w", "tasks": tasks}, Limits(10_000, 16))
-    cluster.db.write(lambda conn: workflows.create(conn, cluster.db, new, workflows.Rules(POLICY)))
+    cluster.db.write(lambda conn: workflows.create(conn, cluster.db, new, Rules(POLICY)))
     gathered = {"name": None, "got": [{"n": 2}, {"n": 1}]}
     assert cluster.wait_for("w.c", "done")["result"] == gathered
     assert cluster.wait_for("w.d", "done")["result"] == {"c": gathered, "a": {"n": 1}}

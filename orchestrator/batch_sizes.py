@@ -34,14 +34,15 @@ class Sizes:
         return {"calls": calls, "jobs": self.jobs, "mean": round(self.jobs / calls, 2) if calls else None}
 
 
-Tally = dict[str, Sizes]
+#: By job type.
+BatchSizes = dict[str, Sizes]
 
 
-def to_text(tally: Mapping[str, Sizes]) -> str | None:
+def to_text(by_type: Mapping[str, Sizes]) -> str | None:
     """As a worker's row keeps it; None before the first batch."""
-    said = {type: {"calls": sizes.calls, "jobs": sizes.jobs} for type, sizes in list(tally.items())}
+    said = {type: {"calls": sizes.calls, "jobs": sizes.jobs} for type, sizes in list(by_type.items())}
     return json.dumps(said) if said else None
 
 
-def from_text(text: str | None) -> Tally:
+def from_text(text: str | None) -> BatchSizes:
     return {type: Sizes(**said) for type, said in json.loads(text).items()} if text else {}
