@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,8 @@ from orchestrator.workflows import FlowStatus
 
 log = logging.getLogger(__name__)
 
+#: Seconds after which a run leaves further workflows for the next: the other duties wait meanwhile.
+BUDGET_S = 0.2
 
 #: How far each walk has come in this term.
 Places = dict[tuple[str, str], Place | None]
@@ -56,17 +59,23 @@ def _give_up(term: Term, places: Places, status: FlowStatus, kept_s: float) -> b
     name = "workflows", str(status)
     after = places.get(name)
     found, places[name] = term.db.read(lambda conn: retention.find_flows(conn, status, kept_s, after))
-    for workflow_id in found:
+    enough = time.monotonic() + BUDGET_S
+    for number, workflow_id in enumerate(found, 1):
         term.write(partial(retention.give_up, workflow_id=workflow_id, keep_s=kept_s))
+        if number < len(found) and time.monotonic() >= enough:
+            places[name] = after  # the next look passes over those that were given up
+            return True
     return places[name] is not None
 
 
 def _forget_flows(term: Term, deleted: Counter[str]) -> bool:
     """Go on deleting workflows that were given up; whether something of them is left that can go now."""
-    more = False
+    more, enough = False, time.monotonic() + BUDGET_S
     for workflow_id in term.db.read(retention.given_up):
         rows, gone = term.write(partial(retention.forget_flow, workflow_id=workflow_id))
         deleted["tasks"] += rows
         deleted["workflows"] += gone
         more |= bool(rows) and not gone
+        if time.monotonic() >= enough:
+            return more or deleted["tasks"] > 0
     return more

@@ -14,17 +14,20 @@ from datetime import datetime
 from itertools import chain
 from typing import Any, NamedTuple
 
-from sqlalchemy import ClauseElement, Connection, bindparam, delete, or_, select, update
+from sqlalchemy import ClauseElement, Connection, Select, bindparam, delete, or_, select, update
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.gpu import Gpu
 from orchestrator.gpu.accounts import Holder, still_held
-from orchestrator.leases import Granted, lease_name, token_hash
+from orchestrator.leases import JOB_LEASE, Granted, lease_name, token_hash
 from orchestrator.store import audit, gpus, nodes
 from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift, walking
-from orchestrator.store.hot import Hot, Listed, insert_rows
+from orchestrator.store.hot import Hot, Listed, insert_rows, some_at_a_time
 from orchestrator.store.schema import gpus as gpu_rows
 from orchestrator.store.schema import lease_gpus, leases
+
+#: Ranges of names that one statement looks through.
+NAMES = 100
 
 
 def insert(conn: Connection, granted: Sequence[Granted]) -> None:
@@ -389,14 +392,23 @@ def forget(conn: Connection, keep_s: float, limit: int = 500) -> int:
 
 
 def forget_jobs(conn: Connection, job_ids: Sequence[str]) -> set[str]:
-    """Delete the leases of these jobs that are over; the jobs that hold one still."""
-    rows = conn.execute(
-        select(leases.c.token, leases.c.job_id, leases.c.state).where(leases.c.job_id.in_(job_ids))
-    ).all()
+    """Delete the leases of these jobs that are over; the jobs that hold one still.
+
+    Whoever deletes a job does this first: its id may be submitted again, and that job's lease would bear the same name.
+    """
+    rows = [row for some in some_at_a_time(sorted(job_ids), NAMES) for row in conn.execute(_of_jobs(some))]
     over = [row.token for row in rows if row.state != "active"]
     conn.execute(delete(lease_gpus).where(lease_gpus.c.token.in_(over)))
     conn.execute(delete(leases).where(leases.c.token.in_(over)))
     return {row.job_id for row in rows if row.state == "active"}
+
+
+def _of_jobs(job_ids: Sequence[str]) -> Select[tuple[str, str, str]]:
+    """By their names, which begin with the job's: there is no index of jobs."""
+    names = [f"{JOB_LEASE}{job_id}" for job_id in job_ids]
+    ranges = [(leases.c.token > f"{name}:") & (leases.c.token < f"{name};") for name in names]  # ; comes after :
+    found = select(leases.c.token, leases.c.job_id, leases.c.state)
+    return found.where(or_(*ranges), leases.c.job_id.in_(job_ids))
 
 
 def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, delete, or_, select
 
 from orchestrator.jobs import TERMINAL, Status
 from orchestrator.store import audit as trail
-from orchestrator.store import flows, tallies
+from orchestrator.store import flows, leases, tallies
 from orchestrator.store.dialect import by_key, in_order, utc_shift, walking
 from orchestrator.store.schema import audit, jobs, results, task_edges, workflows
 from orchestrator.workflows import FlowStatus
@@ -75,11 +74,13 @@ def forget_jobs(conn: Connection, status: Status, keep_s: float, after: Place | 
 
 
 def _delete_jobs(conn: Connection, job_ids: Collection[str], *conditions: ColumnElement[bool]) -> int:
-    """Those of these that nobody holds and that are what they should be; how many."""
+    """Those of these that nobody holds, that are what they should be and have no lease any more; how many."""
     if not job_ids:
         return 0
     mine = by_key(select(jobs.c.job_id), jobs).where(jobs.c.job_id.in_(sorted(job_ids)), *conditions)
-    ids = conn.execute(mine.with_for_update(skip_locked=True)).scalars().all()
+    locked = conn.execute(mine.with_for_update(skip_locked=True)).scalars().all()
+    leased = leases.forget_jobs(conn, locked)
+    ids = [job_id for job_id in locked if job_id not in leased]
     conn.execute(delete(results).where(results.c.job_id.in_(ids)))
     conn.execute(delete(jobs).where(jobs.c.job_id.in_(ids)))
     return len(ids)
@@ -171,9 +172,11 @@ def _delete_edges(conn: Connection, task_ids: Sequence[str]) -> int:
     key = task_edges.c.task_id, task_edges.c.position
     some = select(*key).where(task_edges.c.task_id.in_(sorted(task_ids))).order_by(*key).limit(ROWS)
     rows = conn.execute(some).all()
-    for task_id, edges in groupby(rows, lambda row: row.task_id):
-        positions = [edge.position for edge in edges]
-        conn.execute(delete(task_edges).where(key[0] == task_id, key[1] >= positions[0], key[1] <= positions[-1]))
+    if rows:
+        last = rows[-1]  # of which there may be more
+        whole = {row.task_id for row in rows} - {last.task_id}
+        conn.execute(delete(task_edges).where(key[0].in_(sorted(whole))))
+        conn.execute(delete(task_edges).where(key[0] == last.task_id, key[1] <= last.position))
     return len(rows)
 
 

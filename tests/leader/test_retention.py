@@ -13,12 +13,13 @@ from orchestrator.jobs import ErrorKind, Status
 from orchestrator.leader import duties, retention
 from orchestrator.leader.duties import DutyContext, forget_old
 from orchestrator.leader.term import Term, borrow
-from orchestrator.store import audit, dead_letters, flows, job_reads, leadership, schema, tallies, workflows
+from orchestrator.store import audit, dead_letters, flows, job_reads, leadership, leases, schema, tallies, workflows
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.retention import JOBS, ROWS
+from orchestrator.store.settle import take_from_dead
 from orchestrator.store.submit import Rules
 from orchestrator.workflows import Limits, NewWorkflow
-from tests.factories import POLICY, hire, many_jobs, row, rows, set_job, status, submit, write_as
+from tests.factories import POLICY, gpu, hire, many_jobs, row, rows, set_job, status, submit, write_as
 
 DAY_S = 86_400.0
 #: In days.
@@ -295,6 +296,32 @@ def test_a_job_that_somebody_holds_goes_another_time(maria_db, config, hub, publ
     assert left(db) == set()
 
 
+def lost_once(db, hand, job_id) -> None:
+    """Its first attempt had a lease, its worker vanished, and the second attempt is done."""
+    hand.claim(*submit(db, job_id=job_id, max_attempts=5, min_memory_mb=100))
+    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    set_job(db, job_id, not_before=None, queued="ready")
+    hand.finish(*hand.claim(job_id))
+    aged(db, JOBS_KEPT + 1, job_id)
+
+
+def test_a_job_whose_lease_is_left_stays_until_that_ended_and_then_its_id_is_free(db, context):
+    hand = hire(db, gpu())
+    # The second's lease is named like those of the first, as far as that goes.
+    for job_id in ("j", "j:1"):
+        lost_once(db, hand, job_id)
+    run(context)
+    assert left(db) == {"j", "j:1"}  # their leases are held still
+    first = update(schema.leases).where(schema.leases.c.job_id == "j")
+    db.write(lambda conn: conn.execute(first.values(expires_at=utc_shift(-1.0))))
+    db.write(leases.purge)
+    hand.beat()
+    run(context)
+    assert left(db) == {"j:1"}
+    submit(db, job_id="j", min_memory_mb=100)
+    assert [claim.attempt for claim in hand.claim("j")] == [1]
+
+
 # ── workflows ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -327,6 +354,21 @@ def test_a_workflow_goes_as_a_whole_after_its_end(db, context):
     assert rows(db, schema.task_edges) == rows(db, schema.workflows) == []
     (told,) = [one for one in rows(db, schema.audit) if one.event_type == "workflow.forgotten"]
     assert told.actor == context.term.actor
+
+
+def test_many_workflows_are_many_runs_between_which_other_duties_have_their_turn(db, context, monkeypatch):
+    monkeypatch.setattr(retention, "BUDGET_S", 0.0)
+    for number in range(4):
+        workflow(db, ["a"], ["b"], ["c", "a", "b"], workflow_id=f"w{number}")
+        hand = hire(db)
+        for name in "abc":
+            hand.finish(*hand.claim(f"w{number}.{name}"))
+        aged_flow(db, JOBS_KEPT + 1, f"w{number}")
+    there = []
+    while (did := forget_old(context)) >= duties.BATCH:
+        there.append(len(rows(db, schema.workflows)))
+    assert there == [3, 2, 1, 0]
+    assert (did, left(db), rows(db, schema.task_edges)) == (0, set(), [])
 
 
 def test_a_workflow_with_a_dead_letter_stays(db, context):

@@ -296,6 +296,7 @@ FORGETTING = {
     "no events": (lambda c: retention.forget_events(c, 1e7), 3 * retention.ROWS),
     "tasks of a workflow": (lambda c: retention._letters(c, _FLOW), 1),
     "what is given up": (retention.given_up, 1),
+    "leases of jobs": (lambda c: leases.forget_jobs(c, ["nobody", "no-one"]), 3),
 }
 
 
