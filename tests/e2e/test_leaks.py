@@ -108,7 +108,7 @@ def test_no_output_holds_a_secret_or_a_payload_whatever_goes_wrong(cluster, mari
     submit("unwritten")
     submit("unwritten-twin", pool_id="twin")
     for member in (worker, twin):
-        wait_until(lambda log=member.log: "could not be written" in log.read_text(), what="a failed statement")
+        member.says("could not be written")
     execute(mariadb, "RENAME TABLE orchestrator.hidden TO orchestrator.orchestrator_results")
     execute(mariadb, "RENAME TABLE orchestrator.orchestrator_jobs TO orchestrator.hidden")
     body = {"job_id": "refused", "type": "echo", "payload": secret}
