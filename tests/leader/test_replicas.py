@@ -1,10 +1,7 @@
 """Pools of the provider kubernetes, against an API that is served here and keeps what it was told."""
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -20,67 +17,35 @@ from orchestrator.settings import Settings
 from orchestrator.store import pools
 from orchestrator.stream.hub import Hub
 from tests.factories import hire
+from tests.kubernetes_api import Asked, KubernetesApi
 
 
-class Api:
-    """Deployments by path, and every request that came."""
+class Api(KubernetesApi):
+    """Deployments by path."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.replicas: dict[str, int] = {}
-        self.requests: list[tuple[str, str, str | None, str | None]] = []
         #: Said instead of what is true.
         self.says: tuple[int, bytes] | None = None
-        #: Paths that get no answer before it is set.
+        #: Paths that get no answer before it speaks.
         self.silent: set[str] = set()
-        self.speak = threading.Event()
-        api = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer(None)
-
-            def do_PATCH(self) -> None:
-                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def _answer(self, body) -> None:
-                kind = self.headers.get("Content-Type") if body else None
-                api.requests.append((self.command, self.path, self.headers.get("Authorization"), kind))
-                if self.path in api.silent:
-                    api.speak.wait(30.0)
-                known = self.path in api.replicas
-                if body and known:
-                    api.replicas[self.path] = body["spec"]["replicas"]
-                said = (
-                    {"kind": "Scale", "spec": {"replicas": api.replicas[self.path]}}
-                    if known
-                    else {"kind": "Status", "message": "not found"}
-                )
-                status, text = api.says or (200 if known else 404, json.dumps(said).encode())
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                with suppress(OSError):  # whoever asked has gone
-                    self.end_headers()
-                    self.wfile.write(text)
-
-            def log_message(self, *_args) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, name="kubernetes-api", daemon=True).start()
-
-    @property
-    def told(self) -> list[str]:
-        return [path for method, path, _, _ in self.requests if method == "PATCH"]
+    def answer(self, asked: Asked) -> tuple[int, bytes]:
+        if asked.path in self.silent:
+            self.speak.wait(30.0)
+        if asked.path not in self.replicas:
+            return self.says or (404, json.dumps({"kind": "Status", "message": "not found"}).encode())
+        if asked.body:
+            self.replicas[asked.path] = asked.body["spec"]["replicas"]
+        scale = {"kind": "Scale", "spec": {"replicas": self.replicas[asked.path]}}
+        return self.says or (200, json.dumps(scale).encode())
 
 
 @pytest.fixture
 def api() -> Iterator[Api]:
-    served = Api()
-    yield served
-    served.speak.set()
-    served.server.shutdown()
-    served.server.server_close()
+    with Api().serving() as served:
+        yield served
 
 
 CHAT = Deployment("models", "chat")
@@ -130,8 +95,8 @@ def test_the_deployment_follows_the_pool(db, context, api):
     db.write(lambda conn: pools.change(conn, "chat", PoolChange(desired_workers=2)))
     duties.reconcile(context)
     assert api.replicas[CHAT.path] == 2
-    assert {token for _, _, token, _ in api.requests} == {"Bearer secret"}
-    assert {kind for method, _, _, kind in api.requests if method == "PATCH"} == {"application/merge-patch+json"}
+    assert {asked.token for asked in api.requests} == {"Bearer secret"}
+    assert {asked.kind for asked in api.requests if asked.method == "PATCH"} == {"application/merge-patch+json"}
 
 
 def test_what_is_as_it_should_be_is_told_nothing_and_asked_rarely(db, context, api):
@@ -139,7 +104,7 @@ def test_what_is_as_it_should_be_is_told_nothing_and_asked_rarely(db, context, a
     create(db)
     for _ in range(5):
         duties.reconcile(context)
-    assert [method for method, *_ in api.requests] == ["GET"]
+    assert [asked.method for asked in api.requests] == ["GET"]
 
 
 def test_a_draining_pool_keeps_its_pods_until_it_has_stopped(db, context, api):

@@ -230,27 +230,12 @@ HOT = {
 }
 
 
-def first_select(engine, call, verb="SELECT"):
-    """The first SELECT that `call` sends, with its parameters; its effects are rolled back."""
+def selects(engine, call, verb="SELECT"):
+    """Every SELECT that `call` sends, with its parameters; its effects are rolled back."""
     caught = []
 
     def catch(_conn, _cursor, statement, parameters, *_rest):
-        caught.append((statement, parameters))
-
-    event.listen(engine, "before_cursor_execute", catch)
-    with engine.connect() as connection:
-        call(connection)
-        connection.rollback()
-    event.remove(engine, "before_cursor_execute", catch)
-    return next((s, p) for s, p in caught if s.startswith(verb))
-
-
-def selects(engine, call):
-    """Every SELECT that `call` sends; its effects are rolled back."""
-    caught = []
-
-    def catch(_conn, _cursor, statement, parameters, *_rest):
-        if statement.startswith("SELECT"):
+        if statement.startswith(verb):
             caught.append((statement, parameters))
 
     event.listen(engine, "before_cursor_execute", catch)
@@ -259,6 +244,10 @@ def selects(engine, call):
         connection.rollback()
     event.remove(engine, "before_cursor_execute", catch)
     return caught
+
+
+def first_select(engine, call, verb="SELECT"):
+    return selects(engine, call, verb)[0]
 
 
 @pytest.fixture(scope="module")

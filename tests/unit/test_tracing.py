@@ -374,9 +374,13 @@ def test_many_spans_of_a_long_job_do_not_wait_for_its_end(memory):
 def test_a_process_that_a_handler_forked_does_not_write_to_its_pipe(monkeypatch):
     handed: list[str] = []
     attempts = Attempts(handed.append, "w", "pool")
-    with attempts.running([{"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}]):
+    job = {"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}
+    with attempts.running([job]):
+        pass
+    assert len(handed) == 1  # as everybody else does
+    with attempts.running([job]):
         monkeypatch.setattr("os.getpid", lambda: -1)
-    assert handed == []
+    assert len(handed) == 1
 
 
 def test_what_a_handler_says_is_kept_up_to_a_size(run):
@@ -388,9 +392,11 @@ def test_what_a_handler_says_is_kept_up_to_a_size(run):
 
 
 def test_a_supervisor_that_is_gone_fails_no_job():
-    attempts = Attempts(Mock(side_effect=BrokenPipeError), "w", "pool")
+    gone = Mock(side_effect=BrokenPipeError)
+    attempts = Attempts(gone, "w", "pool")
     with attempts.running([{"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}]):
         pass
+    assert gone.call_count == 1
 
 
 @pytest.mark.parametrize("wrong", [{}, {"context": "x"}, {"status": ["NO", None], "times": [1, 2]}])
@@ -405,8 +411,10 @@ def test_what_is_no_span_is_refused_as_a_frame_that_is_none_would_be(memory, wro
 class Stuck(SpanExporter):
     def __init__(self) -> None:
         self.asked, self.free = threading.Event(), threading.Event()
+        self.given = 0
 
-    def export(self, _spans) -> SpanExportResult:
+    def export(self, spans) -> SpanExportResult:
+        self.given += len(spans)
         self.asked.set()
         self.free.wait(60)
         return SpanExportResult.FAILURE
@@ -435,8 +443,10 @@ def test_a_full_queue_drops_spans_and_holds_up_nobody(monkeypatch):
     for _ in range(100):
         with found.submitting(None, {}):
             pass
+    assert stuck.asked.wait(30)
     stuck.free.set()
     found.close()
+    assert stuck.given <= 4 + 2, "those that wait, and those on their way"
 
 
 @pytest.mark.parametrize("how", [{"return_value": SpanExportResult.FAILURE}, {"side_effect": OSError("away")}])

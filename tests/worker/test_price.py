@@ -1,61 +1,38 @@
 """What deleting a worker's pod costs, as Kubernetes is told: an API is served here and keeps what it hears."""
 
-import json
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
 import pytest
 
 from orchestrator.kubernetes import DELETION_COST, Kubernetes, Pod
 from tests.factories import new_job
+from tests.kubernetes_api import Asked, KubernetesApi
 from tests.waiting import wait_until
 from worker.price import BUSY, FULL, IDLE, LONGEST_REST_S, REST_S, PriceTag, cost
 
 PATH = "/api/v1/namespaces/models/pods/embed-1"
 
 
-class Api:
+class Api(KubernetesApi):
     def __init__(self) -> None:
-        self.heard: list[tuple[str, str, str | None, dict]] = []
-        self.status = 200
-        #: Until it is set, nobody gets an answer.
-        self.speak = threading.Event()
+        super().__init__()
         self.speak.set()
-        api = self
+        self.status = 200
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_PATCH(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                api.heard.append((self.path, self.headers["Content-Type"], self.headers["Authorization"], body))
-                api.speak.wait(60)
-                with suppress(OSError):
-                    self.send_response(api.status)
-                    self.send_header("Content-Length", "2")
-                    self.end_headers()
-                    self.wfile.write(b"{}")
-
-            def log_message(self, *_args) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, name="kubernetes-api", daemon=True).start()
+    def answer(self, _asked: Asked) -> tuple[int, bytes]:
+        self.speak.wait(60)
+        return self.status, b"{}"
 
     @property
     def costs(self) -> list[int]:
-        return [int(body["metadata"]["annotations"][DELETION_COST]) for *_, body in self.heard]
+        return [int(asked.body["metadata"]["annotations"][DELETION_COST]) for asked in self.requests]
 
 
 @pytest.fixture
 def api() -> Iterator[Api]:
-    served = Api()
-    yield served
-    served.speak.set()
-    served.server.shutdown()
-    served.server.server_close()
+    with Api().serving() as served:
+        yield served
 
 
 @pytest.fixture
@@ -82,9 +59,8 @@ def test_busier_is_dearer(busy, slots, price):
 
 def test_the_pod_is_patched_and_nothing_else(given, api):
     Kubernetes(given).price(Pod("models", "embed-1"), 100)
-    ((path, kind, token, body),) = api.heard
-    assert (path, kind, token) == (PATH, "application/merge-patch+json", "Bearer secret")
-    assert body == {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "100"}}}
+    told = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "100"}}}
+    assert api.requests == [Asked("PATCH", PATH, "Bearer secret", "application/merge-patch+json", told)]
 
 
 def test_it_is_written_when_it_changes_and_not_often(given, api):
@@ -116,9 +92,9 @@ def test_an_api_that_refuses_is_left_alone_for_longer_and_longer(given, api):
 
 
 def _heard(tag, api, now) -> bool:
-    before = len(api.heard)
+    before = len(api.requests)
     tag.look(now)
-    return len(api.heard) > before
+    return len(api.requests) > before
 
 
 def test_a_worker_says_what_it_would_cost_and_heartbeats_do_not_wait_for_kubernetes(cluster, orchestrator, api, gate):
@@ -135,7 +111,7 @@ def test_a_worker_says_what_it_would_cost_and_heartbeats_do_not_wait_for_kuberne
     record = cluster.wait_for(job.job_id, "running")
     api.speak.set()
     wait_until(lambda: BUSY in api.costs, timeout=60, what="a busy pod")
-    assert {path for path, *_ in api.heard} == {PATH}
+    assert {asked.path for asked in api.requests} == {PATH}
     assert cluster.job(job.job_id)["worker_id"] == record["worker_id"], "it was declared dead meanwhile"
     gate.unlink()
     cluster.wait_for(job.job_id, "done")
@@ -146,4 +122,4 @@ def test_outside_of_kubernetes_nobody_is_told_anything(cluster, orchestrator, ap
     job = new_job()
     orchestrator.submit([job]).result(10)
     cluster.wait_for(job.job_id, "done")
-    assert api.heard == []
+    assert api.requests == []
