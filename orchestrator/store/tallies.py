@@ -106,7 +106,10 @@ def _cursor(conn: Connection, *, locked: bool = False) -> Cursor:
     query = select(tally_cursor.c.position, tally_cursor.c.holes).where(tally_cursor.c.name == _CURSOR)
     row = conn.execute(query.with_for_update() if locked else query).one_or_none()
     if row is None and locked:
-        conn.execute(insert(tally_cursor), {"name": _CURSOR, "position": 0, "holes": "[]"})
+        # What was deleted before anybody counted is no hole.
+        cursor = Cursor(max((conn.execute(select(func.min(audit.c.id))).scalar() or 1) - 1, 0))
+        conn.execute(insert(tally_cursor), {"name": _CURSOR, "position": cursor.position, "holes": "[]"})
+        return cursor
     return Cursor() if row is None else Cursor(row.position, tuple(Hole(*hole) for hole in json.loads(row.holes)))
 
 

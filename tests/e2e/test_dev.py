@@ -202,7 +202,7 @@ def test_a_worker_that_dies_is_started_again(running):
     (worker,) = (pid for pid, line in alive(descendants(running.process.pid)).items() if "orchestrator worker" in line)
     os.kill(worker, signal.SIGKILL)
     assert running.run("second")["status"] == "done"
-    assert "the worker ended; starting it again" in running.output
+    assert "worker ended, starting it again" in running.output
 
 
 def gpuorch(url: str, *arguments: str) -> subprocess.CompletedProcess:

@@ -35,7 +35,7 @@ def config(db_url, redis_url, settings):
     return settings(
         database_url=db_url,
         redis_url=redis_url,
-        leader_ttl_s=60.0,
+        leader_ttl_s=600.0,
         worker_timeout_s=30.0,
         gpu_stale_s=STALE_S,
         lane_window_min=20,
