@@ -95,7 +95,7 @@ class JobNotFound(NotFound):
     code = "job_not_found"
 
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"no job {job_id!r}; it was never accepted here, or was purged")
+        super().__init__(f"no job {job_id!r}; it was never accepted here, or is not kept any more")
 
 
 class ResultNotFound(NotFound):

@@ -29,8 +29,9 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
 }
 #: Characters of one value, and of a traceback, that are shown.
 MAX_VALUE, MAX_TRACE = 2000, 20_000
-#: Libraries that tell, at debug level, what they send: headers, addresses with tokens, statements with their values.
-QUIET = ("httpcore", "httpx", "sqlalchemy", "urllib3", "uvicorn.access")
+#: Libraries that tell, at debug level, what they send (headers, addresses with tokens, statements with their values),
+#: and at info what our own lines say better.
+QUIET = ("alembic", "httpcore", "httpx", "sqlalchemy", "urllib3", "uvicorn.access", "uvicorn.error")
 
 
 def configure(settings: Settings, **fixed: object) -> None:
