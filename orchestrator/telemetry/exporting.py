@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from orchestrator.telemetry.guard import Losses
 
 log = logging.getLogger(__name__)
 # It has a line for each try of each batch.
@@ -27,8 +28,6 @@ LINGER_MS = 500
 EXPORT_S = 5.0
 #: Seconds that the end of a process may take for what is not sent yet.
 CLOSE_S = 2.0
-#: Seconds between two warnings that spans are lost.
-WARN_EVERY_S = 60.0
 
 
 class Patient(SpanExporter):
@@ -36,9 +35,7 @@ class Patient(SpanExporter):
 
     def __init__(self, inner: SpanExporter, endpoint: str) -> None:
         self._inner = inner
-        self._endpoint = endpoint
-        self._lost = 0
-        self._warn_at = float("-inf")
+        self._losses = Losses(endpoint)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
@@ -47,14 +44,8 @@ class Patient(SpanExporter):
             log.debug("export broke", extra={"error": str(error)})
             sent = SpanExportResult.FAILURE
         if sent is not SpanExportResult.SUCCESS:
-            self._lose(len(spans))
+            self._losses.add(len(spans))
         return sent
-
-    def _lose(self, count: int) -> None:
-        self._lost += count
-        if time.monotonic() >= self._warn_at:
-            log.warning("spans lost", extra={"spans": self._lost, "endpoint": self._endpoint})
-            self._lost, self._warn_at = 0, time.monotonic() + WARN_EVERY_S
 
     def shutdown(self) -> None:
         self._inner.shutdown()
