@@ -12,7 +12,7 @@ from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, StatusCode
 
 from orchestrator.errors import OrchestratorError, Unavailable
 from orchestrator.telemetry import carrying, exporting, traceparent
-from orchestrator.telemetry.guard import harmless
+from orchestrator.telemetry.guard import Losses, harmless
 from orchestrator.telemetry.sdk import (
     MAX_TEXT,
     Ids,
@@ -38,6 +38,7 @@ class Spans:
     def __init__(self, exporter: SpanExporter, service: str, sample_pct: float = 100.0) -> None:
         self._ids = Ids()
         self._queue = exporting.queue_to(exporter)
+        self._room, self._losses = exporting.Room(), Losses()
         self._provider = provider_for(self._queue, service, self._ids, sample_pct)
         self._tracer = tracer_of(self._provider)
 
@@ -151,12 +152,18 @@ class Spans:
     @harmless
     def carried(self, frame: str) -> None:
         """Those that a slot made, and that its pipe brought here: a bad one costs no other."""
-        for packed in json.loads(frame):
-            self._carried(packed)
+        spans = json.loads(frame)
+        if not self._room.has(len(frame)):
+            self._losses.add(len(spans))
+            return
+        for packed in spans:
+            self._carried(packed, len(frame) // len(spans))
 
     @harmless
-    def _carried(self, packed: Mapping[str, Any]) -> None:
-        self._queue.on_end(carrying.unpack(packed, self._provider.resource))
+    def _carried(self, packed: Mapping[str, Any], size: int) -> None:
+        span = carrying.unpack(packed, self._provider.resource)
+        self._room.fill(span, size)
+        self._queue.on_end(span)
 
     @harmless
     def _past(

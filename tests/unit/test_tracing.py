@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -23,8 +24,9 @@ from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
 from orchestrator.telemetry import exporting, guard, traceparent, tracing
 from orchestrator.telemetry.attempts import Attempts
-from orchestrator.telemetry.sdk import LIMITS
+from orchestrator.telemetry.sdk import LIMITS, context_of
 from orchestrator.telemetry.spans import Spans
+from tests.waiting import wait_until
 from worker.handlers import Permanent, Registered, Skip
 from worker.slot import Slot
 
@@ -399,6 +401,12 @@ def test_a_supervisor_that_is_gone_fails_no_job():
         pass
 
 
+def known() -> traceparent.TraceParent:
+    found = traceparent.parse(CONTEXT)
+    assert found is not None
+    return found
+
+
 def carried(**changes: object) -> dict:
     """A span as a slot writes it."""
     whole: dict[str, Any] = {
@@ -720,6 +728,46 @@ def test_that_spans_are_lost_is_told_once_in_a_while(caplog, monkeypatch, how):
     monkeypatch.setattr(exporter._losses, "_seldom", guard.Seldom())
     exporter.export([Mock()])
     assert caplog.records[-1].spans == 5
+
+
+def test_a_span_that_cannot_be_encoded_costs_no_other(caplog):
+    sent = InMemorySpanExporter()
+
+    def export(some):
+        encode_spans(some)
+        return sent.export(some)
+
+    exporter = exporting.Patient(Mock(spec=SpanExporter, export=Mock(side_effect=export)), "http://there")
+    good, bad = (ReadableSpan(name, context_of(known()), start_time=1, end_time=2) for name in ("good", ODDITY))
+    assert exporter.export([good, bad, good]) is SpanExportResult.SUCCESS
+    assert [span.name for span in sent.get_finished_spans()] == ["good", "good"]
+    assert [(one.message, one.spans) for one in caplog.records] == [("spans lost", 1)]
+    assert exporter.export([bad]) is SpanExportResult.FAILURE
+
+
+def test_a_network_that_breaks_is_not_tried_again_and_again():
+    export = Mock(side_effect=OSError("away"))
+    exporter = exporting.Patient(Mock(spec=SpanExporter, export=export), "http://there")
+    span = ReadableSpan("good", context_of(known()), start_time=1, end_time=2)
+    assert exporter.export([span, span]) is SpanExportResult.FAILURE
+    assert export.call_count == 1
+
+
+def test_what_slots_send_waits_up_to_a_size(monkeypatch, caplog):
+    frame = json.dumps([carried(attributes={"text": "v" * 1000})] * 2)
+    monkeypatch.setattr(exporting, "CARRIED", 3 * len(frame))
+    stuck = Stuck()
+    found = Spans(stuck, "test")
+    for _ in range(5):
+        found.carried(frame)
+    found.carried("[]")
+    [told] = [one for one in caplog.records if one.message == "spans lost"]
+    assert told.__dict__["spans"] == 2
+    assert sum(found._room._sizes.values()) <= 3 * len(frame)
+    stuck.free.set()
+    found._queue.force_flush()
+    wait_until(lambda: gc.collect() is not None and not found._room._sizes, what="there is room again")
+    found.close()
 
 
 # --- settings ---
