@@ -107,8 +107,8 @@ class RemoteWork:
                 (report, answer) for report, answer in zip(batch, answers, strict=True) if isinstance(answer, Ended)
             ]
             for report, answer in told:
-                assert isinstance(report.event, End)
-                spans.settled([(report.event, answer.status)], since, report.worker_id)
+                if isinstance(report.event, End):
+                    spans.settled([(report.event, answer.status)], since, report.worker_id)
         return answers
 
     def _record(self, conn: Connection, batch: list[Report]) -> tuple[list[reports.Answer], set[str]]:

@@ -322,7 +322,7 @@ class Session:
 
     def _spanned(self, packed: str) -> None:
         if spans := tracing.spans():
-            spans.carried(json.loads(packed))
+            spans.carried(packed)
 
     def _claimed(self, claims: Sequence[Claim], since: int, until: int) -> None:
         if spans := tracing.spans():

@@ -146,11 +146,15 @@ class Slot:
         """Run them within spans of their own, if anybody traces; `ends_in` finds their ends in the answer."""
         if self.attempts is None:
             return run()
-        with self.attempts.running(jobs) as self.running:
-            for job, context in zip(jobs, self.running.contexts(), strict=True):
-                job["trace_context"] = context
-            head, results = run()
-            self.running.ended(ends_in(head))
+        with self.attempts.running(jobs) as running:
+            self.running = running
+            try:
+                for job, context in zip(jobs, running.contexts, strict=True):
+                    job["trace_context"] = context
+                head, results = run()
+                running.ended(ends_in(head))
+            finally:
+                self.running = None
         return head, results
 
     def _context(self, job: dict[str, Any]) -> Context:

@@ -8,12 +8,11 @@ with trace.get_tracer(__name__).start_as_current_span("decode"): ...
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from opentelemetry import trace
@@ -21,7 +20,17 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
 from orchestrator.telemetry import carrying, traceparent
-from orchestrator.telemetry.sdk import MAX_TEXT, Ids, is_error, links_to_last, provider_for, tracer_of, within, written
+from orchestrator.telemetry.guard import Losses, harmless
+from orchestrator.telemetry.sdk import (
+    MAX_TEXT,
+    Ids,
+    is_error,
+    links_to_last,
+    provider_for,
+    tracer_of,
+    within,
+    written,
+)
 
 #: What a link between two jobs of one call says.
 SAME_CALL = {"link.kind": "same_call"}
@@ -34,11 +43,15 @@ class Collector(SpanProcessor):
 
     def __init__(self, hand_over: Callable[[str], None]) -> None:
         self._hand_over = hand_over
-        self._lock = threading.Lock()
+        # Garbage that is collected meanwhile may end a span of its own, on this thread.
+        self._lock = threading.RLock()
+        self._flushing = False
+        self._losses = Losses()
         self._ended: list[ReadableSpan] = []
         self._since = 0.0
         self._pid = os.getpid()
 
+    @harmless
     def on_end(self, span: ReadableSpan) -> None:
         # A process that the handler forked has our pipe too, which is not for it to write to.
         if span.context is None or not span.context.trace_flags.sampled or os.getpid() != self._pid:
@@ -47,15 +60,23 @@ class Collector(SpanProcessor):
             self._since = self._since if self._ended else time.monotonic()
             self._ended.append(span)
             due = len(self._ended) >= MANY or time.monotonic() - self._since >= LONG_S
+            due = due and not self._flushing
         if due:
             self.flush()
 
+    @harmless
     def flush(self) -> None:
+        """Fails no job: that the supervisor is gone, its slot hears otherwise."""
         with self._lock:
-            ended, self._ended = self._ended, []
-        if ended:
-            with suppress(OSError):  # the supervisor is gone, of which its slot hears otherwise
-                self._hand_over(json.dumps([carrying.pack(span) for span in ended], default=str))
+            ended, self._ended, self._flushing = self._ended, [], True
+        sent = 0
+        try:
+            for frame, count in carrying.frames(ended):
+                self._hand_over(frame)
+                sent += count
+        finally:
+            self._flushing = False
+            self._losses.add(len(ended) - sent)
 
 
 class Attempts:
@@ -75,18 +96,23 @@ class Attempts:
     @contextmanager
     def running(self, jobs: Sequence[Mapping[str, Any]]) -> Iterator[Running]:
         """While this lasts, the first span that is recorded is the current one; the others are linked to it."""
+        running = self._begun(jobs) or Running.unseen(jobs)
+        with trace.use_span(running.first, record_exception=False, set_status_on_exception=False):
+            try:
+                yield running
+            finally:
+                running.close()
+                self._collector.flush()
+
+    @harmless
+    def _begun(self, jobs: Sequence[Mapping[str, Any]]) -> Running:
         spans = [self._started(job, len(jobs)) for job in jobs]
         first, *others = [span for span in spans if span.is_recording()] or spans
         for other in others:
             first.add_link(other.get_span_context(), SAME_CALL)
             other.add_link(first.get_span_context(), SAME_CALL)
-        with trace.use_span(first, record_exception=False, set_status_on_exception=False):
-            try:
-                yield Running(spans)
-            finally:
-                for span in spans:
-                    span.end()
-                self._collector.flush()
+        own = [span.get_span_context() for span in spans]
+        return Running(spans, first, [written(one) if one.is_valid else None for one in own])
 
     def _started(self, job: Mapping[str, Any], size: int) -> Span:
         parent = traceparent.parse(job.get("trace_context"))
@@ -106,20 +132,23 @@ class Attempts:
 
 
 class Running:
-    """The spans of the jobs of one call."""
+    """The spans of the jobs of one call, the first of which is the current one; `contexts` are what handlers see."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[Span], first: Span, contexts: Sequence[str | None]) -> None:
+        self.first, self.contexts = first, contexts
         self._spans = spans
         self._errors: dict[int, BaseException] = {}
 
-    def contexts(self) -> list[str | None]:
-        """What each job's handler sees as its trace."""
-        return [written(own) if own.is_valid else None for own in (span.get_span_context() for span in self._spans)]
+    @classmethod
+    def unseen(cls, jobs: Sequence[Mapping[str, Any]]) -> Running:
+        """Of jobs whose spans could not be made: they run all the same, in the trace that they were given."""
+        return cls([], trace.INVALID_SPAN, [job.get("trace_context") for job in jobs])
 
     def raised(self, error: BaseException) -> None:
         """The call raised it: it is the error of all."""
         self._errors = dict.fromkeys(range(len(self._spans)), error)
 
+    @harmless
     def returned(self, value: object) -> None:
         """Of a batch each job has its own: a result, or an exception in its place."""
         if isinstance(value, list) and len(self._spans) == len(value):
@@ -127,12 +156,22 @@ class Running:
 
     def ended(self, endings: Sequence[Mapping[str, Any]]) -> None:
         """How each ended, as its supervisor will hear it: not every exception is an error."""
-        for place, (span, ending) in enumerate(zip(self._spans, endings, strict=True)):
-            outcome, kind = ending["outcome"], ending.get("error_kind")
-            span.set_attribute("job.outcome", outcome)
-            if kind:
-                span.set_attribute("job.error_kind", kind)
-            if is_error(outcome, kind):
-                span.set_status(StatusCode.ERROR, str(ending.get("error") or "")[-MAX_TEXT:])
-                if place in self._errors:
-                    span.record_exception(self._errors[place])
+        for place, (span, ending) in enumerate(zip(self._spans, endings, strict=False)):
+            self._end(span, ending, self._errors.get(place))
+
+    @harmless
+    def _end(self, span: Span, ending: Mapping[str, Any], error: BaseException | None) -> None:
+        outcome, kind = ending["outcome"], ending.get("error_kind")
+        span.set_attribute("job.outcome", outcome)
+        if kind:
+            span.set_attribute("job.error_kind", kind)
+        if is_error(outcome, kind):
+            span.set_status(StatusCode.ERROR, str(ending.get("error") or "")[-MAX_TEXT:])
+            if error is not None:
+                span.record_exception(error)
+
+    def close(self) -> None:
+        """An error has its handler's frames, and these what the handler had on its GPU: they must not outlive it."""
+        self._errors = {}
+        for span in self._spans:
+            harmless(span.end)()

@@ -20,6 +20,15 @@ from orchestrator.telemetry.traceparent import TraceParent
 
 #: Characters of an attribute, and of an error, that a span keeps.
 MAX_TEXT = 4000
+#: What a span keeps of what a handler gives it. Each job of a batch is a link.
+LIMITS = SpanLimits(
+    max_span_attributes=64,
+    max_events=32,
+    max_links=128,
+    max_event_attributes=16,
+    max_link_attributes=16,
+    max_attribute_length=MAX_TEXT,
+)
 
 
 class Ids(RandomIdGenerator):
@@ -50,7 +59,7 @@ def provider_for(processor: SpanProcessor, service: str, ids: Ids, sample_pct: f
         ),
         shutdown_on_exit=False,  # that would wait for a receiver that hangs
         id_generator=ids,
-        span_limits=SpanLimits(max_attribute_length=MAX_TEXT),
+        span_limits=LIMITS,
     )
     provider.add_span_processor(processor)
     return provider
@@ -73,7 +82,12 @@ def context_of(known: TraceParent) -> SpanContext:
 
 
 def written(known: SpanContext) -> str:
-    return str(TraceParent(f"{known.trace_id:032x}", f"{known.span_id:016x}", int(known.trace_flags)))
+    return str(TraceParent(f"{known.trace_id:032x}", f"{known.span_id:016x}", int(known.trace_flags) & 0xFF))
+
+
+def clipped(value: object, size: int) -> str:
+    """Text that can be encoded, whatever it is."""
+    return str(value)[:size].encode(errors="replace").decode()
 
 
 def links_to_last(parent: TraceParent, job_id: str, attempt: int) -> list[Link]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.sdk.trace.export import SpanExporter
-from opentelemetry.trace import Link, Span, SpanKind, StatusCode
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, StatusCode
 
 from orchestrator.errors import OrchestratorError, Unavailable
 from orchestrator.telemetry import carrying, exporting, traceparent
-from orchestrator.telemetry.sdk import MAX_TEXT, Ids, is_error, links_to_last, provider_for, tracer_of, within, written
+from orchestrator.telemetry.guard import Losses, harmless
+from orchestrator.telemetry.sdk import (
+    MAX_TEXT,
+    Ids,
+    clipped,
+    is_error,
+    links_to_last,
+    provider_for,
+    tracer_of,
+    within,
+    written,
+)
 from orchestrator.telemetry.tracing import Submit, ago, moment
 
 if TYPE_CHECKING:
@@ -21,11 +33,12 @@ if TYPE_CHECKING:
 
 
 class Spans:
-    """Makes them, and has them sent. Any thread may."""
+    """Makes them, and has them sent. Any thread may, and none is disturbed by what goes wrong with them."""
 
     def __init__(self, exporter: SpanExporter, service: str, sample_pct: float = 100.0) -> None:
         self._ids = Ids()
         self._queue = exporting.queue_to(exporter)
+        self._room, self._losses = exporting.Room(), Losses()
         self._provider = provider_for(self._queue, service, self._ids, sample_pct)
         self._tracer = tracer_of(self._provider)
 
@@ -36,36 +49,44 @@ class Spans:
 
     @contextmanager
     def submitting(self, given: str | None, attributes: Mapping[str, Any]) -> Iterator[Submit]:
-        kind = SpanKind.SERVER if "http.route" in attributes else SpanKind.INTERNAL
-        span = self._tracer.start_span("submit", within(traceparent.parse(given)), kind, attributes=_plain(attributes))
+        submit = self._begun(given, attributes) or _Submitting(INVALID_SPAN, given)
         try:
-            yield _Submitting(span, given)
+            yield submit
         except Exception as error:
-            code = error.code if isinstance(error, OrchestratorError) else type(error).__name__
-            span.set_attribute("error.type", code)
-            if isinstance(error, Unavailable) or not isinstance(error, OrchestratorError):
-                span.set_status(StatusCode.ERROR, str(error)[:MAX_TEXT])  # others are the caller's doing
+            submit.failed(error)
             raise
         finally:
-            span.end()
+            submit.end()
+
+    @harmless
+    def _begun(self, given: str | None, attributes: Mapping[str, Any]) -> _Submitting:
+        kind = SpanKind.SERVER if "http.route" in attributes else SpanKind.INTERNAL
+        parent = within(traceparent.parse(given))
+        return _Submitting(self._tracer.start_span("submit", parent, kind, attributes=_plain(attributes)), given)
 
     @contextmanager
     def dispatching(self, lane: str, jobs: Sequence[Ready], since: int) -> Iterator[None]:
         """One for each job: it is its trace that somebody will look at."""
-        error: str | None = None
+        error: Exception | None = None
         try:
             yield
         except Exception as away:
-            error = str(away)
+            error = away
             raise
         finally:
-            of_all = {"orchestrator.lane": lane, "orchestrator.batch.size": len(jobs)}
-            for job in jobs:
-                about = of_all | {"job.id": job.job_id, "job.type": job.type, "orchestrator.urgent": job.urgent}
-                self._past("orchestrator.dispatch", job.trace_context, since, about, error, kind=SpanKind.PRODUCER)
+            self._dispatched(lane, jobs, since, error)
+
+    @harmless
+    def _dispatched(self, lane: str, jobs: Sequence[Ready], since: int, error: Exception | None) -> None:
+        of_all = {"orchestrator.lane": lane, "orchestrator.batch.size": len(jobs)}
+        said = None if error is None else str(error)
+        for job in jobs:
+            about = of_all | {"job.id": job.job_id, "job.type": job.type, "orchestrator.urgent": job.urgent}
+            self._past("orchestrator.dispatch", job.trace_context, since, about, said, kind=SpanKind.PRODUCER)
 
     # ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @harmless
     def claimed(
         self, claims: Collection[Claim], since: int, until: int, worker_id: str, pool_id: str | None = None
     ) -> None:
@@ -79,6 +100,7 @@ class Spans:
             where = {"worker.id": worker_id, "pool.id": pool_id}
             self._past("claim", claim.trace_context, since, own | where | _of_lease(claim), until=until)
 
+    @harmless
     def settled(self, ended: Sequence[tuple[End, Status | None]], since: int, worker_id: str) -> None:
         """What one transaction wrote; without a status, the attempt did not own its job any more."""
         for end, status in ended:
@@ -93,6 +115,7 @@ class Spans:
             }
             self._past("settle", end.trace_context, since, about)
 
+    @harmless
     def died(
         self,
         ends: Sequence[End],
@@ -126,11 +149,23 @@ class Spans:
                 span_id=traceparent.of_attempt(parent, end.job_id, end.attempt).span_id,
             )
 
-    def carried(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """Those that a slot made, and that its pipe brought here."""
+    @harmless
+    def carried(self, frame: str) -> None:
+        """Those that a slot made, and that its pipe brought here: a bad one costs no other."""
+        spans = json.loads(frame)
+        if not self._room.has(len(frame)):
+            self._losses.add(len(spans))
+            return
         for packed in spans:
-            self._queue.on_end(carrying.unpack(packed, self._provider.resource))
+            self._carried(packed, len(frame) // len(spans))
 
+    @harmless
+    def _carried(self, packed: Mapping[str, Any], size: int) -> None:
+        span = carrying.unpack(packed, self._provider.resource)
+        self._room.fill(span, size)
+        self._queue.on_end(span)
+
+    @harmless
     def _past(
         self,
         name: str,
@@ -155,7 +190,7 @@ class Spans:
             name, within(parent), kind, attributes=_plain(attributes), links=links, start_time=min(since, until)
         )
         if error is not None:
-            span.set_status(StatusCode.ERROR, error[:MAX_TEXT])
+            span.set_status(StatusCode.ERROR, clipped(error, MAX_TEXT))
         span.end(until)
 
 
@@ -166,8 +201,20 @@ class _Submitting(Submit):
         super().__init__(written(own) if own.is_valid and (span.is_recording() or given is None) else given)
         self._span = span
 
+    @harmless
     def about(self, attributes: Mapping[str, Any]) -> None:
         self._span.set_attributes(_plain(attributes))
+
+    @harmless
+    def failed(self, error: Exception) -> None:
+        code = error.code if isinstance(error, OrchestratorError) else type(error).__name__
+        self._span.set_attribute("error.type", code)
+        if isinstance(error, Unavailable) or not isinstance(error, OrchestratorError):
+            self._span.set_status(StatusCode.ERROR, clipped(error, MAX_TEXT))  # others are the caller's doing
+
+    @harmless
+    def end(self) -> None:
+        self._span.end()
 
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,19 @@
 """Spans without processes, by an exporter that keeps them in memory; and what it costs to have none."""
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -17,9 +22,11 @@ from orchestrator.jobs import ErrorKind, Ready, Status
 from orchestrator.settings import Settings
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
-from orchestrator.telemetry import exporting, traceparent, tracing
+from orchestrator.telemetry import exporting, guard, traceparent, tracing
 from orchestrator.telemetry.attempts import Attempts
+from orchestrator.telemetry.sdk import LIMITS, context_of
 from orchestrator.telemetry.spans import Spans
+from tests.waiting import wait_until
 from worker.handlers import Permanent, Registered, Skip
 from worker.slot import Slot
 
@@ -269,7 +276,7 @@ def run(memory) -> Callable[..., list]:
     """Run jobs in one call of this handler, as a slot does; their spans, as its supervisor would export them."""
 
     def go(function, *jobs: tuple[str, int], context: str | None = CONTEXT, batch: int = 0) -> list:
-        attempts = Attempts(lambda packed: spans().carried(json.loads(packed)), "w", "pool")
+        attempts = Attempts(lambda frame: spans().carried(frame), "w", "pool")
         known = {"t": Registered("t", function, 0, batch=batch)}
         slot = Slot(Mock(), known, Mock(), Mock(vouched=True), 1000, {}, attempts=attempts)
         given = [
@@ -280,6 +287,7 @@ def run(memory) -> Callable[..., list]:
             slot._run_batch(given, json.dumps([{}] * len(given)))
         else:
             slot._run_job(given[0], "{}")
+        assert slot.running is None
         by_job = {span.attributes["job.id"]: span for span in kept(memory).get("job", [])}
         return [by_job.get(job_id) for job_id, _ in jobs]
 
@@ -399,10 +407,282 @@ def test_a_supervisor_that_is_gone_fails_no_job():
     assert gone.call_count == 1
 
 
-@pytest.mark.parametrize("wrong", [{}, {"context": "x"}, {"status": ["NO", None], "times": [1, 2]}])
-def test_what_is_no_span_is_refused_as_a_frame_that_is_none_would_be(memory, wrong):
-    with pytest.raises((LookupError, TypeError, ValueError)):
-        spans().carried([wrong])
+def known() -> traceparent.TraceParent:
+    found = traceparent.parse(CONTEXT)
+    assert found is not None
+    return found
+
+
+def carried(**changes: object) -> dict:
+    """A span as a slot writes it."""
+    whole: dict[str, Any] = {
+        "name": "step",
+        "context": CONTEXT,
+        "parent": None,
+        "kind": "INTERNAL",
+        "times": [1, 2],
+        "attributes": {},
+        "events": [],
+        "links": [],
+        "status": ["UNSET", None],
+        "scope": ["mine", None],
+    }
+    return whole | changes
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        {},
+        [],
+        {"context": "x"},
+        carried(context=5),
+        carried(status=["NO", None]),
+        carried(kind="NONE"),
+        carried(links=[[f"00-{'0' * 32}-{PARENT}-01", {}]]),
+        carried(attributes=[1]),
+        carried(times=[1.5, 2]),
+        carried(times=[-1, 2]),
+        carried(times=[1, 2**63]),
+        carried(times=[True, "soon"]),
+    ],
+    ids=str,
+)
+def test_what_is_no_span_costs_no_other_and_no_slot(memory, caplog, wrong):
+    guard._broke._next = 0.0
+    spans().carried(json.dumps([carried(name="before"), wrong, carried(name="after")]))
+    assert kept(memory).keys() == {"before", "after"}
+    assert [one.message for one in caplog.records] == ["tracing broke"]
+
+
+@pytest.mark.parametrize("frame", ["", "no json", "5", "null", "[", '{"a": 1}'])
+def test_what_is_no_frame_of_spans_costs_no_slot(memory, frame):
+    spans().carried(frame)
+    assert kept(memory) == {}
+
+
+class Unspeakable(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+#: What a type checker would not let pass.
+ODDITY: Any = object()
+SOON: Any = "soon"
+
+
+def of_nobody() -> trace.Link:
+    return trace.Link(trace.INVALID_SPAN_CONTEXT, {"link.kind": "caller"})
+
+
+def odd_flags() -> trace.SpanContext:
+    return trace.SpanContext(1, 2, True, trace.TraceFlags(0x1FF))
+
+
+ODD = {
+    "link to nobody": lambda tracer: tracer.start_span("x", links=[of_nobody()]).end(),
+    "link added to nobody": lambda _: trace.get_current_span().add_link(trace.INVALID_SPAN_CONTEXT, {"k": "v"}),
+    "link with odd flags": lambda _: trace.get_current_span().add_link(odd_flags()),
+    "id that is too large": lambda _: trace.get_current_span().add_link(trace.SpanContext(1 << 130, 2, True), {"a": 1}),
+    "parent with odd flags": lambda tracer: tracer.start_span(
+        "x", trace.set_span_in_context(trace.NonRecordingSpan(odd_flags()))
+    ).end(),
+    "no name": lambda tracer: tracer.start_span(None).end(),
+    "number for a name": lambda tracer: tracer.start_span(5).end(),
+    "bytes for a name": lambda tracer: tracer.start_span(b"x").end(),
+    "object for a name": lambda tracer: tracer.start_span(Unspeakable()).end(),
+    "half a character": lambda tracer: tracer.start_span("a\ud800", attributes={"k\ud800": "v\ud800"}).end(),
+    "enormous name": lambda tracer: tracer.start_span("x" * 5_000_000).end(),
+    "odd status": lambda _: trace.get_current_span().set_status(trace.StatusCode.ERROR, ODDITY),
+    "status with half a character": lambda tracer: tracer.start_span("x").set_status(trace.StatusCode.ERROR, "\ud800"),
+    "odd values": lambda _: trace.get_current_span().set_attributes(
+        {"b": b"\xff", "n": float("nan"), "o": ODDITY, "d": {"a": {ODDITY: 3}}, "l": [1, "a", None], "i": 10**5000}
+    ),
+    "text for the time of an event": lambda _: trace.get_current_span().add_event("e", timestamp=SOON),
+    "text for an end": lambda tracer: tracer.start_span("x").end(end_time="late"),
+    "negative times": lambda tracer: tracer.start_span("x", start_time=-5).end(end_time=-9),
+    "seconds for nanoseconds": lambda tracer: tracer.start_span("x", start_time=1.5).end(),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_no_span_of_a_handler_costs_its_job_or_the_other_spans(memory, odd):
+    handed: list[str] = []
+    attempts = Attempts(handed.append, "w", "pool")
+    tracer = attempts.provider.get_tracer("mine")
+    job = {"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}
+    with attempts.running([job]) as running:
+        tracer.start_span("good").end()
+        odd(tracer)
+        running.ended([{"outcome": "done"}])
+    for frame in handed:
+        spans().carried(frame)
+    found = kept(memory)
+    assert len(found["good"]) == len(found["job"]) == 1
+    encode_spans([span for some in found.values() for span in some])
+
+
+def test_of_an_odd_span_that_is_kept_all_is_kept_that_can_be(run, memory):
+    def handler(_ctx, _payload):
+        trace.get_current_span().set_attribute("many", list(range(1000)))
+        trace.get_current_span().add_event("e", timestamp=SOON)
+        trace.get_current_span().add_event("f", timestamp=7)
+        trace.get_current_span().add_link(trace.INVALID_SPAN_CONTEXT, {"k": "v"})
+        trace.get_current_span().add_link(trace.SpanContext(1, 2, True), {"k": "w"})
+        trace.get_current_span().update_name("job" + "b" * 1000)
+
+    assert run(handler, ("j", 1)) == [None]
+    [[span]] = kept(memory).values()
+    assert span.name == "job" + "b" * 253
+    assert len(span.attributes["many"]) == 128
+    assert [event.name for event in span.events] == ["f"]
+    assert [dict(link.attributes) for link in span.links] == [{"k": "w"}]
+
+
+def test_spans_go_in_frames_of_a_size(memory, caplog):
+    handed: list[str] = []
+    attempts = Attempts(handed.append, "w", "pool")
+    tracer = attempts.provider.get_tracer("mine")
+    with attempts.running([{"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}]):
+        for _ in range(200):
+            with tracer.start_as_current_span("step") as span:
+                for _ in range(8):
+                    span.add_event("token", {"text": "v" * 1000})
+        with tracer.start_as_current_span("of many words") as span:
+            for number in range(100):
+                span.add_event("token", {f"{key}": "v" * 4000 for key in range(15)} | {"number": number})
+        with tracer.start_as_current_span("too large") as span:
+            span.set_attributes({f"{key}": ["v" * 4000] * 100 for key in range(10)})
+    assert len(handed) > 5 and max(map(len, handed)) <= 256 * 1024
+    for frame in handed:
+        spans().carried(frame)
+    found = kept(memory)
+    assert {name: len(some) for name, some in found.items()} == {"step": 200, "of many words": 1, "job": 1}
+    assert {len(one.events) for one in found["step"]} == {8}
+    assert not found["of many words"][0].events
+    [told] = [one for one in caplog.records if one.message == "spans lost"]
+    assert told.__dict__["spans"] == 1
+
+
+def test_what_a_span_keeps_is_bounded(run):
+    def handler(_ctx, _payload):
+        for number in range(200):
+            trace.get_current_span().add_event("e", {f"{number}{key}": 1 for key in range(20)})
+            trace.get_current_span().add_link(trace.SpanContext(1, 2, True), {f"{key}": 1 for key in range(20)})
+
+    [span] = run(handler, ("j", 1))
+    assert (len(span.events), len(span.links), len(span.attributes)) == (32, 128, 7)
+    assert {len(one.attributes) for one in [*span.events, *span.links]} == {16}
+    assert LIMITS.max_span_attributes == 64
+
+
+def test_garbage_that_ends_a_span_while_others_are_handed_over_holds_up_nobody():
+    attempts = Attempts(lambda _frame: tracer.start_span("garbage").end(), "w", "pool")
+    tracer = attempts.provider.get_tracer("mine")
+    job = {"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}
+    with attempts.running([job]), attempts._collector._lock:  # as the collector of garbage would come in between
+        for _ in range(600):
+            tracer.start_span("step").end()
+
+
+# --- what goes wrong with spans goes wrong nowhere else ---
+
+
+@pytest.mark.parametrize("broken", ["start_span", "on_end"])
+def test_a_fault_of_the_library_costs_no_submit_no_commit_and_no_dispatch(memory, caplog, monkeypatch, broken):
+    guard._broke._next = 0.0
+    fault = Mock(side_effect=RuntimeError("a fault"))
+    monkeypatch.setattr(spans()._tracer if broken == "start_span" else spans()._queue, broken, fault)
+    with tracing.submitting(CONTEXT, **{"http.route": "/jobs/submit"}) as submit:
+        submit.about({"job.id": "j"})
+    assert traceparent.trace_id(submit.context) == TRACE
+    with pytest.raises(JobConflict), tracing.submitting(CONTEXT):
+        raise JobConflict("j")
+    with tracing.dispatching("lane", [Ready("j", "t", CONTEXT)], 1):
+        pass
+    with pytest.raises(Unspeakable), tracing.dispatching("lane", [Ready("j", "t", CONTEXT)], 1):
+        raise Unspeakable
+    end = End("j", 1, Outcome.FAILED, error="killed", trace_context=CONTEXT)
+    spans().claimed([claim()], 1, 2, "w", "pool")
+    spans().settled([(end, Status.DONE)], 1, "w")
+    spans().died([end], 1.0, "w")
+    spans().carried(json.dumps([carried()]))
+    assert fault.call_count >= 6
+    assert [one.message for one in caplog.records] == ["tracing broke"], "once in a while"
+
+
+def test_one_job_that_cannot_be_told_of_costs_the_others_nothing(memory):
+    spans().claimed([claim()._replace(waited_s=SOON)], 1, 2, "w", "pool")
+    with tracing.dispatching("lane", [Ready("j", "t", ODDITY), Ready("k", "t", CONTEXT)], 1):
+        pass
+    [span] = kept(memory)["orchestrator.dispatch"]
+    assert span.attributes["job.id"] == "k"
+
+
+@pytest.mark.parametrize("broken", ["start_span", "hand_over"])
+def test_a_fault_of_the_library_costs_no_attempt(monkeypatch, broken):
+    fault = Mock(side_effect=RuntimeError("a fault"))
+    attempts = Attempts(fault, "w", "pool")
+    if broken == "start_span":
+        monkeypatch.setattr(attempts._tracer, "start_span", fault)
+    seen = []
+
+    known = {"t": Registered("t", lambda ctx, _payload: seen.append(ctx.trace_context), 0)}
+    slot = Slot(Mock(), known, Mock(), Mock(vouched=True), 1000, {}, attempts=attempts)
+    job = {"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}
+    head, _ = slot._run_job(job, "{}")
+    assert head["end"]["outcome"] == "done"
+    assert [traceparent.trace_id(one) for one in seen] == [TRACE]
+    assert fault.called
+
+
+def test_an_error_that_cannot_be_shown_costs_only_its_own_event(memory):
+    attempts = Attempts(lambda frame: spans().carried(frame), "w", "pool")
+    job = {"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}
+    with attempts.running([job]) as running:
+        running.raised(Unspeakable())
+        running.ended([{"outcome": "failed", "error_kind": "transient", "error": "x"}])
+    [span] = kept(memory)["job"]
+    assert (span.status.is_ok, span.attributes["job.outcome"]) == (False, "failed")
+
+
+class Tensor:
+    """Stands for memory of a GPU."""
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("how", ["raised", "returned"])
+def test_what_a_failed_job_had_is_gone_with_it(memory, batch, how):
+    seen: list[weakref.ref] = []
+
+    def failing():
+        tensor = Tensor()
+        seen.append(weakref.ref(tensor))
+        raise ValueError("no luck")
+
+    def handler(_ctx, _payload):
+        if how == "raised":
+            failing()
+        try:
+            failing()
+        except ValueError as error:
+            return [error] * (batch or 1)
+
+    attempts = Attempts(lambda frame: spans().carried(frame), "w", "pool")
+    known = {"t": Registered("t", handler, 0, batch=batch)}
+    slot = Slot(Mock(), known, Mock(), Mock(vouched=True), 1000, {}, attempts=attempts)
+    job = {"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}
+    if batch:
+        slot._run_batch([job, job | {"job_id": "k"}], "[{}, {}]")
+    else:
+        slot._run_job(job, "{}")
+    gc.collect()
+    assert [one() for one in seen] == [None]
 
 
 # --- exporting ---
@@ -455,9 +735,49 @@ def test_that_spans_are_lost_is_told_once_in_a_while(caplog, monkeypatch, how):
     for _ in range(3):
         assert exporter.export([Mock(), Mock()]) is SpanExportResult.FAILURE
     assert [(one.message, one.spans) for one in caplog.records] == [("spans lost", 2)]
-    monkeypatch.setattr(exporter, "_warn_at", 0.0)
+    monkeypatch.setattr(exporter._losses, "_seldom", guard.Seldom())
     exporter.export([Mock()])
     assert caplog.records[-1].spans == 5
+
+
+def test_a_span_that_cannot_be_encoded_costs_no_other(caplog):
+    sent = InMemorySpanExporter()
+
+    def export(some):
+        encode_spans(some)
+        return sent.export(some)
+
+    exporter = exporting.Patient(Mock(spec=SpanExporter, export=Mock(side_effect=export)), "http://there")
+    good, bad = (ReadableSpan(name, context_of(known()), start_time=1, end_time=2) for name in ("good", ODDITY))
+    assert exporter.export([good, bad, good]) is SpanExportResult.SUCCESS
+    assert [span.name for span in sent.get_finished_spans()] == ["good", "good"]
+    assert [(one.message, one.spans) for one in caplog.records] == [("spans lost", 1)]
+    assert exporter.export([bad]) is SpanExportResult.FAILURE
+
+
+def test_a_network_that_breaks_is_not_tried_again_and_again():
+    export = Mock(side_effect=OSError("away"))
+    exporter = exporting.Patient(Mock(spec=SpanExporter, export=export), "http://there")
+    span = ReadableSpan("good", context_of(known()), start_time=1, end_time=2)
+    assert exporter.export([span, span]) is SpanExportResult.FAILURE
+    assert export.call_count == 1
+
+
+def test_what_slots_send_waits_up_to_a_size(monkeypatch, caplog):
+    frame = json.dumps([carried(attributes={"text": "v" * 1000})] * 2)
+    monkeypatch.setattr(exporting, "CARRIED", 3 * len(frame))
+    stuck = Stuck()
+    found = Spans(stuck, "test")
+    for _ in range(5):
+        found.carried(frame)
+    found.carried("[]")
+    [told] = [one for one in caplog.records if one.message == "spans lost"]
+    assert told.__dict__["spans"] == 2
+    assert sum(found._room._sizes.values()) <= 3 * len(frame)
+    stuck.free.set()
+    found._queue.force_flush()
+    wait_until(lambda: gc.collect() is not None and not found._room._sizes, what="there is room again")
+    found.close()
 
 
 # --- settings ---

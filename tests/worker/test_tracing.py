@@ -130,6 +130,18 @@ def test_every_end_has_its_tree(cluster, url, receiver, gate):
     assert second.attributes["job.error_kind"] == "worker_lost"
 
 
+def test_no_span_of_a_handler_costs_its_slot_or_the_other_spans(cluster, url, receiver, tmp_path):
+    seen = tmp_path / "seen"
+    job_id = submit(url, {"type": "traced-oddly", "payload": {"seen": str(seen)}, "max_attempts": 1})
+    assert cluster.wait_for(job_id, "done")["result"] == "fine"
+    whole(receiver, job_id)
+    assert seen.read_text().split() == ["1"]
+    wait_until(lambda: receiver.named("of many words"), what="the last of them")
+    assert receiver.one("of nobody").links == ()
+    assert receiver.one("half a character ?")
+    assert not receiver.named("backwards")
+
+
 def test_jobs_of_one_call_have_a_span_each(cluster, url, receiver, tmp_path):
     seen = tmp_path / "seen"
     bodies = [

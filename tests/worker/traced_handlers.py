@@ -1,7 +1,7 @@
 """Handlers that use the span they are given."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from opentelemetry import trace
 
@@ -27,6 +27,22 @@ def traced_batch(ctx: Any, payloads: list[dict[str, Any]]) -> list[Any]:
         ValueError("a bad one") if one.get("bad") else job.trace_context
         for one, job in zip(payloads, ctx.jobs, strict=True)
     ]
+
+
+@handler("traced-oddly")
+def oddly(ctx: Context, payload: dict[str, Any]) -> str:
+    """Makes spans that no receiver takes, and some that it does; counts how often it runs."""
+    with Path(payload["seen"]).open("a") as seen:
+        seen.write(f"{ctx.attempt}\n")
+    tracer, nobody, odd = trace.get_tracer(__name__), trace.INVALID_SPAN_CONTEXT, cast(Any, "soon")
+    with tracer.start_as_current_span("of nobody", links=[trace.Link(nobody, {"link.kind": "caller"})]):
+        trace.get_current_span().add_event("once", timestamp=odd)
+    tracer.start_span("backwards", start_time=-5).end(-9)
+    tracer.start_span("half a character \ud800").end()
+    with tracer.start_as_current_span("of many words") as span:
+        for _ in range(100):
+            span.add_event("said", {f"{number}": "v" * 4000 for number in range(16)})
+    return "fine"
 
 
 @handler("traced-adding")
