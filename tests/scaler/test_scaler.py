@@ -88,6 +88,17 @@ def test_one_job_activates_a_pool_and_its_end_makes_it_idle(served, gold):
     assert (idle.metricName, idle.metricValue, idle.metricValueFloat) == ("desired_workers", 0, 0.0)
 
 
+def test_a_paused_pool_is_not_woken_until_it_is_resumed(served, gold):
+    _, url, _, keda = served
+    submit(url, gold)
+    paused = {"scope": "pool", "name": gold["poolId"]}
+    post(url, "/control/pause", paused)
+    wait_until(lambda: not keda.is_active(**gold), what="nobody is wanted")
+    assert (keda.metric(**gold).metricValue, keda.metric(metric="depth", **gold).metricValue) == (0, 1)
+    post(url, "/control/resume", paused)
+    wait_until(lambda: keda.is_active(**gold), what="woken")
+
+
 def test_the_metric_is_the_one_that_was_asked_for(served, gold):
     _, url, _, keda = served
     submit(url, gold, 150)
