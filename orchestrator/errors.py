@@ -27,7 +27,7 @@ OrchestratorError
 ├── TaskOfWorkflow         task_of_workflow      a task starts over with its workflow, not by itself
 ├── WorkflowConflict       workflow_conflict     same workflow_id, other content
 ├── WorkflowEnded          workflow_ended        it runs no more: no task can be added, nothing is left to cancel
-├── WorkflowBusy           workflow_busy         its tasks are being stopped or run; try again when they have ended
+├── WorkflowBusy           workflow_busy         its tasks are stopped, run or deleted just now; try again later
 ├── WorkflowGrown          workflow_grown        a task that added tasks cannot run again: it would add them twice
 ├── LeaseEnded             lease_ended           the lease expired or was released; ask for a new one
 ├── PoolExists             pool_exists           same pool_id, other content

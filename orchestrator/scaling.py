@@ -7,6 +7,7 @@ The policy, in order:
    (`max_latency_s`): then a slot for each job. Jobs that merely run long need no more workers; they have theirs.
 3. *Down* while hardly any slot is in use (`min_utilization`) and the lane is short: then a slot for each job.
 4. Otherwise as many as there are, so that nothing swings.
+5. Never up while the lane is paused: nobody could start what waits. Those that are there stay for its end.
 
 Whatever comes out is never below the workers that are busy: an autoscaler that asked for fewer would have to end jobs.
 """
@@ -59,6 +60,8 @@ class Load:
     maximum: int | None = None
     #: Whether workers would get jobs: those of a pool that drains or is closed do not.
     open: bool = True
+    #: Whether somebody paused the lane: what waits counts as waiting, and cannot start.
+    paused: bool = False
     at_least: bool = False
 
     @property
@@ -82,6 +85,11 @@ def desired_workers(load: Load, policy: Policy = POLICY) -> int:
 def _wanted(load: Load, policy: Policy) -> int:
     if not load.depth:
         return 0
+    asked = _asked(load, policy)
+    return min(asked, max(load.workers, min(load.running, 1))) if load.paused else asked
+
+
+def _asked(load: Load, policy: Policy) -> int:
     needed = max(math.ceil(load.depth / load.slots), 1)
     if is_crowded(load, policy):
         return needed

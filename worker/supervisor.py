@@ -5,8 +5,8 @@ assigned to this node), on a timer and whenever the doorbell rings. What it miss
 process of a node runs pools; started for one pool (`--pool`), it serves that one and follows what its row says.
 
 SIGTERM and SIGINT: it leaves, and running jobs get `worker_grace_s`. SIGUSR1, which `gpuorch drain-worker` sends: it
-takes no more jobs and leaves when the last has ended, however long that takes; a SIGTERM then means what it always
-does.
+takes no more jobs and leaves when the last has ended, however long that takes; the node's pools are another's at once.
+A SIGTERM then means what it always does.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class Supervisor:
     def _look(self) -> None:
         """Without an answer, what should be is what should have been."""
         try:
+            if self._drain.is_set():
+                self._give_up_node()
             self._duties, self._node_leave_s = self._db.write(self._read)
         except Unavailable as away:
             log.warning("orders unknown", extra={"error": str(away)})
@@ -122,7 +124,12 @@ class Supervisor:
 
     def _read(self, conn: Connection) -> tuple[list[Duty], float | None]:
         lane = self._settings.worker_pool
-        duties = self._own(conn, lane) if lane else [Duty(self._own_post()), *self._assigned(conn)]
+        if lane:
+            duties = self._own(conn, lane)
+        elif self._drain.is_set():
+            duties = self._left(conn)
+        else:
+            duties = [Duty(self._own_post()), *self._assigned(conn)]
         return duties, crews.node_leave_s(conn, self._node_id)
 
     def _own_post(self) -> Post:
@@ -147,6 +154,12 @@ class Supervisor:
             return []
         self._has_node = True
         return [_duty(order) for order in crews.orders(conn, self._node_id)]
+
+    def _left(self, conn: Connection) -> list[Duty]:
+        """Of one that drains: the posts that it has, which somebody may want left sooner. It gets no new ones."""
+        posts = [service.post for service in self._present()]
+        orders = {pool_id: crews.order_for(conn, pool_id) for pool_id in {post.pool_id for post in posts}}
+        return [Duty(post, order.leave_s) for post in posts if (order := orders[post.pool_id]) is not None]
 
     def _types(self) -> tuple[str, ...]:
         return next((service.types for service in self._present() if service.types), ())
@@ -239,12 +252,17 @@ class Supervisor:
         late = [s for s in self._present() if not s.join(max(deadline - time.monotonic(), 0.0))]
         if late:
             log.error("left without waiting longer", extra={"posts": len(late)})
+        try:
+            self._give_up_node()
+        except Unavailable as away:
+            log.warning("left without a word", extra={"error": str(away)})
+
+    def _give_up_node(self) -> None:
+        """Its pools run elsewhere from now on, or by another process of this node. Raises Unavailable."""
         if self._has_node:
-            try:
-                self._db.write(lambda conn: crews.leave_node(conn, self._node_id, self._id))
-                self._node.hub.ask_for_pools(self._node_id)
-            except Unavailable as away:
-                log.warning("left without a word", extra={"error": str(away)})
+            self._db.write(lambda conn: crews.leave_node(conn, self._node_id, self._id))
+            self._has_node = False
+            self._node.hub.ask_for_pools(self._node_id)
 
 
 def _duty(order: Order) -> Duty:

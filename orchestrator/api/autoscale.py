@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
+from sqlalchemy import Connection
 
 from orchestrator.api.backend import Api
 from orchestrator.api.ids import LaneName
@@ -21,9 +23,13 @@ async def autoscale(api: Api, pool_id: LaneName) -> Json:
 
     Read from the database, so that every instance says the same. When the database cannot say: 503, never a 0.
     """
-    usual = api.settings.worker_slots
-    found = await api.read(lambda conn: load.of_lane(conn, pool_id, usual))
-    return Json({"pool_id": pool_id} | _shown(found))
+    usual, policies = api.settings.worker_slots, api.orchestrator.policies
+
+    def look(conn: Connection) -> Load:
+        paused = policies.book(conn).closed(pool_id) is not None
+        return replace(load.of_lane(conn, pool_id, usual), paused=paused)
+
+    return Json({"pool_id": pool_id} | _shown(await api.read(look)))
 
 
 def _shown(found: Load) -> dict[str, Any]:
@@ -44,5 +50,6 @@ def _shown(found: Load) -> dict[str, Any]:
         "draining": found.draining,
         "slots_per_worker": round(found.slots, 3),
         "open": found.open,
+        "paused": found.paused,
         "desired_workers": desired_workers(found),
     }

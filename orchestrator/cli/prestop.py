@@ -11,6 +11,8 @@ import click
 
 #: Seconds between two looks.
 LOOK_EVERY_S = 0.1
+#: Seconds that a worker may need from its start until it can be told.
+START_S = 10.0
 
 
 @click.command()
@@ -22,25 +24,28 @@ def drain_worker(pid: int, timeout: float) -> None:
     """Tell the worker on this machine to take no more jobs, and wait until its last has ended and it is gone.
 
     For a pod's preStop hook. After the timeout the exit code is 1 and the worker still runs; SIGTERM, which
-    Kubernetes sends next, lets it hand its jobs back.
+    Kubernetes sends next, lets it hand its jobs back. A process that cannot be told is no worker: after 10 seconds the
+    exit code is 1.
     """
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    _tell(pid, began + min(timeout, START_S))
     while not _is_gone(pid):
-        if _catches(pid, signal.SIGUSR1):
-            os.kill(pid, signal.SIGUSR1)
-            break
-        _wait(pid, deadline)  # it has only just started, or it is no worker and would die of the signal
-    else:
-        raise click.ClickException(f"no process {pid}; name the worker's with --pid")
-    while not _is_gone(pid):
-        _wait(pid, deadline)
+        if time.monotonic() >= began + timeout:
+            raise click.ClickException(f"process {pid} is still there; send it SIGTERM to make it hand its jobs back")
+        time.sleep(LOOK_EVERY_S)
     click.echo("the worker is gone")
 
 
-def _wait(pid: int, deadline: float) -> None:
-    if time.monotonic() >= deadline:
-        raise click.ClickException(f"process {pid} is still there; send it SIGTERM to make it hand its jobs back")
-    time.sleep(LOOK_EVERY_S)
+def _tell(pid: int, deadline: float) -> None:
+    """Send the signal as soon as a worker catches it: a shell that catches it as well dies of it all the same."""
+    while not _is_gone(pid):
+        if _is_worker(pid) and _catches(pid, signal.SIGUSR1):
+            os.kill(pid, signal.SIGUSR1)
+            return
+        if time.monotonic() >= deadline:
+            raise click.ClickException(f"process {pid} is no gpuorch worker that can be drained; name it with --pid")
+        time.sleep(LOOK_EVERY_S)
+    raise click.ClickException(f"no process {pid}; name the worker's with --pid")
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -55,6 +60,16 @@ def _status(pid: int) -> dict[str, str]:
 def _is_gone(pid: int) -> bool:
     """Also when only its parent has not noticed yet."""
     return _status(pid).get("State", "X")[0] in "XZ"
+
+
+def _is_worker(pid: int) -> bool:
+    """By how it was started: `gpuorch worker`, `python -m orchestrator worker`. Neither its slots nor who started it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    names = [word.rpartition(b"/")[2] for word in words]
+    return b"worker" in names and not {b"gpuorch", b"orchestrator"}.isdisjoint(names)
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

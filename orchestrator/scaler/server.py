@@ -19,6 +19,8 @@ from orchestrator.scaler.watch import Watch
 
 #: Threads beside those of streams, for calls that ask once.
 CALLERS = 16
+#: Calls that may wait for a thread; whoever comes beyond them is refused at once (RESOURCE_EXHAUSTED).
+MOST_QUEUED = 64
 #: Seconds that calls under way get when it is stopped.
 GRACE_S = 2.0
 
@@ -46,7 +48,12 @@ def serve(url: str, host: str, port: int, tls: Tls | None, stop: threading.Event
         raise ConfigError(f"host {host}: on a network it speaks TLS only; give --tls-cert and --tls-key")
     with closing(Api(url)) as api, closing(Watch(api)) as watch:
         threads = ThreadPoolExecutor(MOST_STREAMS + CALLERS, thread_name_prefix="scaler-rpc")
-        server = grpc.server(threads, handlers=[handlers(Scaler(watch))], options=[("grpc.so_reuseport", 0)])
+        server = grpc.server(
+            threads,
+            handlers=[handlers(Scaler(watch))],
+            options=[("grpc.so_reuseport", 0)],
+            maximum_concurrent_rpcs=MOST_STREAMS + CALLERS + MOST_QUEUED,
+        )
         address = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         bound = _bind(server, address, tls)
         watch.start()

@@ -116,8 +116,8 @@ def _aim(ref: Any) -> Aim:
 
 
 def _active(says: Mapping[str, Any]) -> bool:
-    """Strictly more than nothing: one job wakes a pool."""
-    return int(says["depth"]) > 0
+    """Strictly more than nothing: one job wakes a pool, unless it is paused."""
+    return int(says["depth"]) > 0 and not (says.get("paused") and says["desired_workers"] == 0)
 
 
 @contextmanager

@@ -46,6 +46,11 @@ class Answer(NamedTuple):
             raise self.error or Unavailable("nothing is known yet")
         return self.says
 
+    @property
+    def unknown(self) -> bool:
+        """Whether there is no such pool."""
+        return isinstance(self.error, Refused) and self.error.status == 404
+
 
 class Watch:
     def __init__(self, api: Api, every_s: float = EVERY_S) -> None:
@@ -132,12 +137,20 @@ class Watch:
             self._poked.clear()
 
     def _pools(self, now: float) -> list[str]:
+        """Those to ask about."""
         with self._changed:
             over = [name for name, until in self._until.items() if until < now and name not in self._streams]
             for name in over:
                 del self._until[name]
                 self._answers.pop(name, None)
-            return list(self._until)
+            return [name for name in self._until if self._is_due(name, now)]
+
+    def _is_due(self, pool_id: str, now: float) -> bool:
+        """Not those that were asked about just now, when a new one is the reason to look."""
+        if (known := self._answers.get(pool_id)) is None:
+            return True
+        forgotten = known.unknown and pool_id not in self._streams
+        return known.asked_at <= now - (FRESH_S if forgotten else self._every_s / 2)
 
     def _look(self, pools: list[str]) -> None:
         away: OrchestratorError | None = None
@@ -159,7 +172,10 @@ class Watch:
         with self._changed:
             before = self._answers.get(pool_id)
             self._number += 1
-            self._answers[pool_id] = Answer(self._number, asked_at, says, error)
+            self._answers[pool_id] = answer = Answer(self._number, asked_at, says, error)
+            if answer.unknown and pool_id not in self._streams:
+                # Only for those who wait for this answer: names out of the air must not keep real pools waiting.
+                self._until[pool_id] = asked_at + FRESH_S
             self._changed.notify_all()
         if error is not None and (before is None or before.error is None):
             log.warning("pool unknown", extra={"pool_id": pool_id, "error": str(error), "runbook": "scaling"})

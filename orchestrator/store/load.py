@@ -42,7 +42,9 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
     if pool is None and clock is None and not staff.known and lane != DEFAULT_LANE:
         raise LaneNotFound(lane)
     found = conn.execute(_counts(lane, most)).one()
-    waiting, overdue, running, delayed, blocked = (min(int(number), most) for number in found)
+    waiting, running, delayed, blocked, late, overdue = (min(int(number or 0), most) for number in found)
+    if late == most:
+        overdue = delayed  # which of them nobody can say without counting on: each may be one that could run
     return Load(
         waiting=waiting + overdue,
         running=running,
@@ -57,7 +59,7 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
         minimum=pool.min_workers if pool else 0,
         maximum=pool.max_workers if pool else None,
         open=pool is None or pool.status in OPEN,
-        at_least=most in (waiting, overdue, running, delayed, blocked),
+        at_least=most in (waiting, running, delayed, blocked, late),
     )
 
 
@@ -76,23 +78,22 @@ def _staff(conn: Connection, lane: str) -> Any:
 
 
 def _counts(lane: str, most: int) -> Select[Any]:
-    """Waiting, overdue, running, delayed, blocked."""
+    """Waiting, running, delayed, blocked; overdue in all lanes, and those of them that are delayed in this one.
+
+    Overdue are those that nobody has let go yet: perhaps nobody leads. Of all lanes, since their order is that of time.
+    """
     here = jobs.c.lane == lane
+    first = select(jobs.c.lane, jobs.c.queued).where(jobs.c.not_before <= utc_now()).order_by(jobs.c.not_before)
+    due = walking(first.limit(most), jobs, "ix_jobs_due").subquery()
+    mine = (due.c.lane == lane) & (due.c.queued == Queued.DELAYED)
     return select(
         counted("ix_jobs_queue", most, here, jobs.c.queued.in_(DUE)),
-        # Nobody has let them go yet: perhaps nobody leads. Of all lanes, since their order is that of time.
-        _overdue(lane, most),
         counted("ix_jobs_status", most, here, jobs.c.status.in_(sorted(OWNED))),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.DELAYED),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.BLOCKED),
-    )
-
-
-def _overdue(lane: str, most: int) -> Any:
-    first = select(jobs.c.lane, jobs.c.queued).where(jobs.c.not_before <= utc_now()).order_by(jobs.c.not_before)
-    due = walking(first.limit(most), jobs, "ix_jobs_due").subquery()
-    mine = (due.c.lane == lane, due.c.queued == Queued.DELAYED)
-    return select(func.count()).select_from(due).where(*mine).scalar_subquery()
+        func.count(),
+        func.sum(case((mine, 1), else_=0)),
+    ).select_from(due)
 
 
 def _oldest_wait_s(conn: Connection, lane: str) -> float:

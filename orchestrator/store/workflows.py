@@ -42,12 +42,15 @@ TOO_LONG = "it took longer than its max_runtime_sec or its deadline_at allow"
 def create(conn: Connection, db: Database, new: NewWorkflow, rules: Rules) -> bool:
     """Store a workflow and all its tasks, or none; whether it is new.
 
-    Raises WorkflowConflict, JobConflict, or why one of its tasks is not let in. An id that another process inserts at
-    the same moment is `submit.MetOthers`, and the caller's to run again.
+    Raises WorkflowConflict, WorkflowBusy while one with this id is being forgotten, JobConflict, or why one of its
+    tasks is not let in. An id that another process inserts at the same moment is `submit.MetOthers`, and the caller's
+    to run again.
     """
-    known = conn.execute(select(workflows.c.content_hash).where(workflows.c.workflow_id == new.workflow_id)).scalar()
-    if known is not None:
-        if known != new.content_hash:
+    known = select(workflows.c.content_hash, workflows.c.sweep).where(workflows.c.workflow_id == new.workflow_id)
+    if (before := conn.execute(known).one_or_none()) is not None:
+        if before.sweep == flows.FORGET:
+            raise WorkflowBusy(new.workflow_id, "one with this id ended long ago and is being deleted")
+        if before.content_hash != new.content_hash:
             raise WorkflowConflict(new.workflow_id)
         return False
     _check_free(conn, [task.job for task in new.tasks])
@@ -76,7 +79,7 @@ def add(conn: Connection, db: Database, workflow_id: str, tasks: Sequence[Task],
     """
     flow = flows.lock_one(conn, workflow_id)
     new = _without_known(conn, tasks)
-    if not new:
+    if not new and flow.sweep != flows.FORGET:
         return []
     if refused := flows.refusal(workflow_id, flow):
         raise refused

@@ -26,6 +26,7 @@ def test_an_empty_lane_needs_nobody(api: Running) -> None:
         "draining": 0,
         "slots_per_worker": 4.0,
         "open": True,
+        "paused": False,
         "desired_workers": 0,
     }
 
@@ -48,6 +49,18 @@ def test_a_running_job_keeps_its_worker(api: Running) -> None:
     hand.beat()
     found = api.get("/autoscale/gold").json()
     assert (found["depth"], found["desired_workers"], found["ended_lately"]) == (0, 0, True)
+
+
+@pytest.mark.parametrize("what", [{"scope": "pool", "name": "gold"}, {"scope": "all"}])
+def test_a_paused_lane_says_what_waits_and_wants_nobody_for_it(api: Running, what: dict[str, str]) -> None:
+    for _ in range(3):
+        api.submit(pool_id="gold")
+    assert api.post("/control/pause", what).status_code == 200
+    found = api.get("/autoscale/gold").json()
+    assert (found["depth"], found["paused"], found["desired_workers"]) == (3, True, 0)
+    assert api.post("/control/resume", what).status_code == 200
+    found = api.get("/autoscale/gold").json()
+    assert (found["depth"], found["paused"], found["desired_workers"]) == (3, False, 1)
 
 
 @pytest.mark.parametrize("name", ["typo", "gold%20", "x" * 200, "a%2Fb"])

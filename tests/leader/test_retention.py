@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from sqlalchemy import event, insert, select, update
 
-from orchestrator.errors import JobNotFound, ResultNotFound, StaleEpoch, WorkflowNotFound
+from orchestrator.errors import JobNotFound, ResultNotFound, StaleEpoch, WorkflowBusy, WorkflowEnded, WorkflowNotFound
 from orchestrator.jobs import ErrorKind, Status
 from orchestrator.leader import duties, retention
 from orchestrator.leader.duties import DutyContext, forget_old
@@ -17,9 +17,9 @@ from orchestrator.store import audit, dead_letters, flows, job_reads, leadership
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.retention import JOBS, ROWS
 from orchestrator.store.settle import take_from_dead
-from orchestrator.store.submit import Rules
+from orchestrator.store.submit import Rules, submit_jobs
 from orchestrator.workflows import Limits, NewWorkflow
-from tests.factories import POLICY, gpu, hire, many_jobs, row, rows, set_job, status, submit, write_as
+from tests.factories import POLICY, gpu, hire, many_jobs, new_job, row, rows, set_job, status, submit, write_as
 
 DAY_S = 86_400.0
 #: In days.
@@ -420,6 +420,30 @@ def test_a_large_workflow_goes_in_short_transactions_and_nobody_starts_it_over(d
     assert left(db) == set()
     assert rows(db, schema.task_edges) == rows(db, schema.workflows) == []
     assert max(deleted) <= ROWS + 1  # the workflow itself
+
+
+def test_an_id_whose_workflow_is_half_deleted_is_neither_there_nor_free(db, context):
+    workflow(db, ["a"], ["b"])
+    finish(db, "a", "b")
+    aged_flow(db, JOBS_KEPT + 1)
+    db.write(lambda conn: flows.change(conn, "w", sweep=flows.FORGET))
+    for tasks in (["a"], ["b"]), (["other"],):  # what it was, and something else
+        with pytest.raises(WorkflowBusy):
+            workflow(db, *tasks)
+    for task in ("a", "new"):
+        added = NewWorkflow.prepare(
+            {"workflow_id": "w", "tasks": [{"name": task, "type": "echo", "payload": {}}]}, LIMITS
+        ).tasks
+        with pytest.raises(WorkflowEnded):
+            db.write(lambda conn, added=added: workflows.add(conn, db, "w", added, Rules(POLICY)))
+    with pytest.raises(WorkflowEnded):
+        db.write(lambda conn: workflows.cancel(conn, "w"))
+    stray = new_job(workflow_id="w")
+    (refused,) = submit_jobs(db, [stray], POLICY)
+    assert isinstance(refused, WorkflowEnded)
+    run(context)
+    workflow(db, ["other"])
+    assert left(db) == {"w.other"}
 
 
 def test_a_look_that_finds_nothing_writes_nothing(db, context):

@@ -6,14 +6,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from shutil import which
 
 import grpc
+import httpx
 import pytest
 
 from orchestrator.client.api import Api
+from orchestrator.client.errors import Refused
 from orchestrator.errors import Overloaded
 from orchestrator.scaler import watch as watching
+from orchestrator.scaler.server import CALLERS, MOST_QUEUED
+from orchestrator.scaler.service import MOST_STREAMS
 from tests.cluster import post
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -81,6 +86,17 @@ def test_one_job_activates_a_pool_and_its_end_makes_it_idle(served, gold):
     wait_until(lambda: not keda.is_active(**gold), what="an idle pool")
     idle = keda.metric(**gold)
     assert (idle.metricName, idle.metricValue, idle.metricValueFloat) == ("desired_workers", 0, 0.0)
+
+
+def test_a_paused_pool_is_not_woken_until_it_is_resumed(served, gold):
+    _, url, _, keda = served
+    submit(url, gold)
+    paused = {"scope": "pool", "name": gold["poolId"]}
+    post(url, "/control/pause", paused)
+    wait_until(lambda: not keda.is_active(**gold), what="nobody is wanted")
+    assert (keda.metric(**gold).metricValue, keda.metric(metric="depth", **gold).metricValue) == (0, 1)
+    post(url, "/control/resume", paused)
+    wait_until(lambda: keda.is_active(**gold), what="woken")
 
 
 def test_the_metric_is_the_one_that_was_asked_for(served, gold):
@@ -300,15 +316,32 @@ def test_with_tls_only_those_it_trusts_are_answered(cluster, start_scaler, conne
     assert refusal(lambda: connect(address).is_active(**gold)).code() is grpc.StatusCode.UNAVAILABLE
 
 
-class Counting(Api):
-    """Notes what it is asked."""
+def test_more_calls_than_it_has_room_for_are_refused_at_once(mortal, gold):
+    """And no line of calls grows while its orchestrator hangs."""
+    cluster, url, _, keda = mortal
+    submit(url, gold)
+    cluster._members[0].send(signal.SIGSTOP)
+    call = keda._unary("IsActive", "ScaledObjectRef", "IsActiveResponse")
+    room = MOST_STREAMS + CALLERS + MOST_QUEUED
+    calls = [call.future(keda.ref(**gold), timeout=60) for _ in range(room + 100)]
+    codes = Counter(one.code() for one in calls)
+    assert codes.keys() == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+    cluster._members[0].send(signal.SIGCONT)
+    wait_until(lambda: call.future(keda.ref(**gold), timeout=30).code() is grpc.StatusCode.OK, what="recovery")
 
-    def __init__(self):
+
+class Counting(Api):
+    """Notes what it is asked, and knows only some pools."""
+
+    def __init__(self, unknown=()):
         self.url = "http://x"
         self.asked: list[str] = []
+        self.unknown = {f"/autoscale/{name}" for name in unknown}
 
     def send(self, request):
         self.asked.append(request.path)
+        if request.path in self.unknown:
+            raise Refused(httpx.Response(404))
         return {"depth": 1}
 
 
@@ -318,6 +351,37 @@ def test_any_number_of_objects_costs_one_question_per_pool():
     with watch.watching("gold"), watch.watching("gold"), watch.watching("gold"):
         watch._look(watch._pools(time.monotonic()))
     assert api.asked == ["/autoscale/gold"]
+
+
+def looks(watch, *later_s):
+    """What the thread does, so many seconds from now."""
+    now = time.monotonic()
+    for seconds in later_s:
+        watch._look(watch._pools(now + seconds))
+
+
+def test_a_name_that_nobody_has_is_asked_about_once_unless_a_stream_waits_for_it():
+    api = Counting(unknown=("typo", "soon"))
+    watch = watching.Watch(api)
+    with watch.watching("soon"):
+        watch._note("typo", time.monotonic())
+        watch._note("gold", time.monotonic())
+        looks(watch, 0.0, 1.0, 2.0, 3.0)
+    assert Counter(api.asked) == {"/autoscale/soon": 4, "/autoscale/gold": 4, "/autoscale/typo": 1}
+    assert "typo" not in watch._until and "typo" not in watch._answers
+    watch._note("typo", time.monotonic())  # whoever names it again asks again
+    looks(watch, 0.0)
+    assert Counter(api.asked)["/autoscale/typo"] == 2
+
+
+def test_a_new_name_is_no_reason_to_ask_about_the_others_again():
+    api = Counting()
+    watch = watching.Watch(api)
+    watch._note("gold", time.monotonic())
+    looks(watch, 0.0)
+    watch._note("new", time.monotonic())
+    looks(watch, 0.0, 0.1)
+    assert api.asked == ["/autoscale/gold", "/autoscale/new"]
 
 
 def test_what_somebody_asked_about_long_ago_is_asked_about_no_more(monkeypatch):

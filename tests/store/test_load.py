@@ -69,6 +69,17 @@ def test_what_is_due_counts_although_nobody_let_it_go_yet(db):
     assert of(db, "other").depth == 1
 
 
+def test_a_flood_of_others_that_nobody_let_go_hides_nobody(db):
+    """More are overdue elsewhere than are counted, and longer: what is due here must not read as nothing."""
+    (mine,) = submit(db, pool_id="mine", earliest_start_at=(now(db) + timedelta(hours=1)).isoformat() + "Z")
+    many_jobs(db, 10, lane="flood", queued="delayed", not_before=now(db) - timedelta(hours=1))
+    set_job(db, mine, not_before=now(db) - timedelta(seconds=1))
+    found = of(db, "mine", most=10)
+    assert (found.depth, found.delayed, found.at_least) == (1, 0, True)
+    found = of(db, "mine", most=20)
+    assert (found.depth, found.delayed, found.at_least) == (1, 0, False)
+
+
 def test_counting_stops_and_says_so(db):
     submit(db, 12)
     assert (of(db, most=10).depth, of(db, most=10).at_least) == (10, True)

@@ -31,6 +31,7 @@ def loads(draw, /, **fixed):
             "minimum": minimum,
             "maximum": draw(st.none() | st.integers(minimum, 100)),
             "open": draw(st.booleans()),
+            "paused": draw(st.booleans()),
         }
         | fixed
     )
@@ -65,6 +66,12 @@ def wanted(**fields):
         ({"waiting": 5000, "maximum": 7}, 7),
         ({"waiting": 5000, "open": False, "workers": 2, "busy_workers": 1}, 1),
         ({"delayed": 5000, "blocked": 5000}, 0),
+        # Paused: nobody could start what waits.
+        ({"waiting": 5000, "paused": True}, 0),
+        ({"waiting": 5000, "paused": True, "workers": 2, "slots": 4}, 2),
+        ({"waiting": 5000, "paused": True, "workers": 1, "busy_workers": 2}, 2),
+        ({"waiting": 5000, "paused": True, "minimum": 3}, 3),
+        ({"running": 1, "paused": True, "workers": 10, "busy_workers": 1, "slots": 4}, 1),
     ],
 )
 def test_the_policy(fields, workers):
@@ -78,10 +85,15 @@ def test_never_fewer_than_are_busy(load):
 
 @given(loads(open=True, maximum=None))
 def test_zero_only_when_nothing_runs_or_may_run(load):
-    if load.depth:
+    if load.running or (load.waiting and not load.paused):
         assert desired_workers(load) >= 1
-    else:
+    elif not load.waiting:
         assert desired_workers(load) == max(load.minimum, load.busy_workers)
+
+
+@given(loads(paused=True, minimum=0))
+def test_never_up_while_paused(load):
+    assert desired_workers(load) <= max(load.workers, load.busy_workers, min(load.running, 1))
 
 
 @given(loads(open=True))

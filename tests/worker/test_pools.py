@@ -334,6 +334,41 @@ def test_draining_a_node_moves_its_share_elsewhere(cluster, orchestrator, start)
     )
 
 
+@UNHURRIED
+def test_who_waits_for_its_last_job_leaves_the_node_to_the_next(cluster, orchestrator, start, gate):
+    """Otherwise pools would be planned where nobody mans them, for as long as that job runs."""
+    first = start()
+    create(cluster)
+    until(cluster, warm(1))
+    last = submit(orchestrator, "answer", {"gate": str(gate)}, pool_id="chat")
+    cluster.wait_for(last, "running")
+    first.send(signal.SIGUSR1)
+    wait_until(lambda: cluster.count("workers", schema.workers.c.status == "draining"), what="it drains")
+    start()
+    create(cluster, "other", model_id="small")
+    until(cluster, warm(1), "other")
+    until(cluster, warm(1))
+    assert cluster.job(last)["status"] == "running" and first.process.poll() is None
+    gate.unlink()
+    assert first.process.wait(30) == 0
+    assert cluster.wait_for(last, "done")["attempt"] == 1
+    assert warm(1)(pool(cluster)) and warm(1)(pool(cluster, "other"))  # who left took nothing along
+
+
+def test_who_waits_for_its_last_job_still_hears_that_its_pool_must_go(cluster, orchestrator, start):
+    draining = start()
+    create(cluster)
+    until(cluster, warm(1))
+    last = submit(orchestrator, "answer", {"seconds": 600}, pool_id="chat")
+    cluster.wait_for(last, "running")
+    draining.send(signal.SIGUSR1)
+    wait_until(lambda: not cluster.db.read(lambda conn: crews.node_views(conn, 2.0)), what="the node is nobody's")
+    cluster.db.write(lambda conn: pools.drain(conn, "chat", 0.5))
+    assert draining.process.wait(30) == 0
+    record = cluster.job(last)
+    assert (record["status"], record["attempts"]) == ("pending", 0)
+
+
 def test_a_killed_supervisor_leaves_nothing_and_its_share_moves(cluster, orchestrator, start, loads):
     doomed = start("node-1")
     create(cluster)

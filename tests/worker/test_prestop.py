@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from orchestrator.cli import prestop as prestop_command
 from orchestrator.cli import run
 from orchestrator.store import schema
 from tests.factories import new_job
@@ -101,12 +102,30 @@ def test_an_idle_worker_is_gone_at_once(cluster, orchestrator):
     assert hook.returncode == 0
 
 
-def test_a_process_that_would_die_of_the_signal_is_sent_none(capsys):
-    with subprocess.Popen(["sleep", "60"]) as other:
+#: A shell with a trap catches every signal that would end it, and then ends.
+TRAPPING = ["bash", "-c", "trap 'echo bye' EXIT; echo; read line", "gpuorch worker"]
+
+
+@pytest.mark.parametrize("command", [["sleep", "60"], TRAPPING], ids=["sleep", "bash"])
+def test_a_process_that_would_die_of_the_signal_is_sent_none(capsys, command):
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        if command is TRAPPING:
+            assert other.stdout is not None and other.stdout.readline()  # its trap is set
         assert run(["drain-worker", "--pid", str(other.pid), "--timeout", "0.5"]) == 1
         assert other.poll() is None
         other.kill()
-    assert "still there" in capsys.readouterr().err
+    assert "--pid" in capsys.readouterr().err
+
+
+def test_a_shell_in_the_worker_s_place_is_told_long_before_the_timeout(monkeypatch, capsys):
+    """Silence until the pod is killed would leave its worker taking jobs to the last."""
+    monkeypatch.setattr(prestop_command, "START_S", 0.3)
+    with subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE) as shell:
+        assert run(["drain-worker", "--pid", str(shell.pid), "--timeout", "3600"]) == 1
+        assert shell.poll() is None
+        shell.kill()
+    told = f"process {shell.pid} is no gpuorch worker that can be drained; name it with --pid"
+    assert told in capsys.readouterr().err
 
 
 def test_a_worker_that_is_not_there_is_told(capsys):
