@@ -63,7 +63,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def _is_worker(pid: int) -> bool:
-    """By how it was started: `gpuorch worker`, `python -m orchestrator worker`. Neither its slots nor who started it."""
+    """By how it was started: `gpuorch worker`, `python -m orchestrator worker`. Its slots are no workers."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):

@@ -32,7 +32,7 @@ from orchestrator.placement import Reason
 from orchestrator.tallies import MAX_TYPES, OTHER, Totals
 
 _PREFIX = "gpu_orchestrator"
-disable_created_metrics()  # gauges that nobody asks for
+disable_created_metrics()  # type: ignore[no-untyped-call]  # gauges that nobody asks for
 
 _leader = Gauge("leader", "1 while this instance leads.", ["holder"], namespace=_PREFIX)
 _duty_seconds = Histogram("duty_seconds", "Time a leader's duty took.", ["duty"], namespace=_PREFIX)
