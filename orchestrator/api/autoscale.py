@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
-from sqlalchemy import Connection
 
 from orchestrator.api.backend import Api
 from orchestrator.api.ids import LaneName
 from orchestrator.api.replies import Json
 from orchestrator.scaling import LATELY_S, Load, desired_workers
 from orchestrator.store import load
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 router = APIRouter(tags=["autoscaling"])
 

@@ -77,7 +77,7 @@ def _staff(conn: Connection, lane: str) -> Any:
     return conn.execute(query.where(workers.c.pool_id == lane, workers.c.status.in_(LIVE_WORKERS))).one()
 
 
-def _counts(lane: str, most: int) -> Select[Any]:
+def _counts(lane: str, most: int) -> Select[*tuple[Any, ...]]:
     """Waiting, running, delayed, blocked; overdue in all lanes, and those of them that are delayed in this one.
 
     Overdue are those that nobody has let go yet: perhaps nobody leads. Of all lanes, since their order is that of time.
