@@ -34,12 +34,15 @@ SECRET = frozenset({"database_url", "redis_url"})
 # The password runs to the LAST @, so that one with a raw @ or / is masked whole; hiding a part of the host as
 # well is the cheaper mistake.
 _USERINFO = re.compile(r"^((?:[A-Za-z][A-Za-z0-9+.-]*://)?+[^:@]*):.*@", re.DOTALL)
-_QUERY_SECRET = re.compile(r"([?&][^=&]*(?:pass|pwd|secret|token)[^=&]*=)[^&]*", re.IGNORECASE)
+# Names of other arguments are taken as a whole too, so that none of their characters is looked at twice.
+_QUERY = re.compile(
+    r"([?&](?:(?!pass|pwd|secret|token)[^=&])*+(?:pass|pwd|secret|token)[^=&]*+=)[^&]*+|[?&][^=&]*+", re.IGNORECASE
+)
 
 
 def safe_url(url: str) -> str:
     """The URL with its password masked, also when the URL is malformed."""
-    return _QUERY_SECRET.sub(r"\1***", _USERINFO.sub(r"\1:***@", url))
+    return _QUERY.sub(lambda found: f"{found[1]}***" if found[1] else found[0], _USERINFO.sub(r"\1:***@", url))
 
 
 # What single values must be.

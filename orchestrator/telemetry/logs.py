@@ -29,6 +29,8 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
 }
 #: Characters of one value, and of a traceback, that are shown.
 MAX_VALUE, MAX_TRACE = 2000, 20_000
+#: Characters of a traceback that are looked through for secrets: a line is written under its handler's lock.
+MAX_MASKED = 5 * MAX_TRACE
 #: Libraries that tell, at debug level, what they send (headers, addresses with tokens, statements with their values),
 #: and at info what our own lines say better.
 QUIET = ("alembic", "httpcore", "httpx", "sqlalchemy", "urllib3", "uvicorn.access", "uvicorn.error")
@@ -105,8 +107,8 @@ class _Formatter(logging.Formatter):
         """The traceback and what else has lines, masked; empty when there is none."""
         parts = [self.formatException(record.exc_info)] if record.exc_info else []
         parts += [self.formatStack(record.stack_info)] if record.stack_info else []
-        text = masked("\n".join(parts))
-        # Its end says what went wrong.
+        # Its end says what went wrong. More of it is masked than is shown, so that a secret is seen from its beginning.
+        text = masked("\n".join(parts)[-MAX_MASKED:])
         return text if len(text) <= MAX_TRACE else f"…{text[-MAX_TRACE:]}"
 
 
@@ -161,7 +163,8 @@ def _plain(key: str, value: object) -> Any:
 
 # ── what may not be seen ────────────────────────────────────────────────────────────────────────────────────────────
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+# A scheme is looked for where it begins, and nowhere within: the work grows with the text, not with its square.
+_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++://[^\s'\"<>]+")
 _SECRETS = (
     # Who may do something: headers and the tokens of leases, in a path or by themselves (`leases.new_token`).
     (re.compile(r"(authorization\W{1,5})(?:(?:bearer|basic)\s+)?[^\s'\",]+", re.IGNORECASE), r"\1***"),

@@ -4,8 +4,10 @@ import json
 import logging
 import secrets
 import sys
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from sqlalchemy import text
@@ -185,6 +187,83 @@ def test_secrets_of_libraries_are_masked(formatter, where, text, secret, kept):
     line = formatter.format(made)
     assert secret not in line
     assert kept in line
+
+
+#: Texts that invite a pattern to look at the same characters again and again.
+HOSTILE = {
+    "scheme": lambda size: "see http://x/ " + "a" * size,
+    "schemes": lambda size: "http://x/ " + "a+" * (size // 2),
+    "addresses": lambda size: "a://" * (size // 4),
+    "users": lambda size: "a://" + "x:" * (size // 2),
+    "arguments": lambda size: "a://x" + "?" * size,
+    "passwords": lambda size: "a://x?" + "pass" * (size // 4),
+    "quotes": lambda size: "near '" * (size // 6),
+    "pairs": lambda size: "near '" + "''" * (size // 2) + "x",
+    "headers": lambda size: "authorization: " * (size // 15),
+    "spaces": lambda size: "bearer" + " " * size,
+    "parameters": lambda size: "[parameters: " * (size // 13),
+    "inputs": lambda size: "input_value=" * (size // 12),
+    "tokens": lambda size: "-" * size,
+}
+
+
+def work(run) -> float:
+    """Seconds of the processor, at best."""
+
+    def once() -> float:
+        begun = time.thread_time()
+        run()
+        return time.thread_time() - begun
+
+    return min(once() for _ in range(3))
+
+
+@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+def test_masking_is_work_that_grows_with_the_text_and_not_with_its_square(hostile):
+    small, large = (work(partial(logs.masked, hostile(size))) for size in (10_000, 40_000))
+    assert large < 9 * small
+
+
+@pytest.mark.parametrize("where", ["event", "value", "exception"])
+@pytest.mark.parametrize("formatter", [JsonLines(), ConsoleLines()])
+def test_a_line_is_bounded_work_whatever_is_in_it(formatter, where):
+    def made(size: int) -> logging.LogRecord:
+        text = "http://x/ " + "a" * size
+        trace = (ValueError, ValueError(text), None) if where == "exception" else None
+        extra = {"error": text} if where == "value" else {}
+        return record(text if where == "event" else "x", exc_info=trace, **extra)
+
+    small, large = (work(partial(formatter.format, made(size))) for size in (1_000_000, 2_000_000))
+    assert large < 4 * small
+    assert len(formatter.format(made(2_000_000))) < 50_000
+
+
+def test_what_is_cut_from_a_traceback_takes_no_mask_with_it():
+    secret = f"[parameters: ('{'hunter2' * 3000}',)]"
+    line = JsonLines().format(record(exc_info=(ValueError, ValueError(f"{secret}\n(Background"), None)))
+    assert "hunter2" not in line and "[parameters: ***]" in line
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["1http://me:hunter2@host", "-redis://:hunter2@host", "a.b+c://me:hunter2@h", "x=éhttp://me:hunter2@h"],
+)
+def test_an_address_is_masked_whatever_stands_before_it(address):
+    assert "hunter2" not in logs.masked(f"see {address}/0?n=1")
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("http://h/?a=1&api_token=x&b=2", "http://h/?a=1&api_token=***&b=2"),
+        ("http://h/?a=b?token=x", "http://h/?a=b?token=***"),
+        ("http://h/?x?password?y=x=z", "http://h/?x?password?y=***"),
+        ("http://h/?token&a=1", "http://h/?token&a=1"),
+        ("http://h/?PassWord=x&pwd=", "http://h/?PassWord=***&pwd=***"),
+    ],
+)
+def test_secrets_among_the_arguments_of_an_address_are_masked(given, shown):
+    assert logs.masked(given) == shown
 
 
 def test_an_id_of_ours_is_shown_whatever_it_looks_like():
