@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # every slot loads this module, and does without the settings
     from orchestrator.settings import Settings
 
+#: What the process of a worker calls itself, as `ps` shows it, once it can be told by a signal to drain.
+WORKER_PROCESS = "gpuorch-worker"
 #: Characters of a host's name in an id, so that the id stays a name.
 MAX_HOST = 100
 

@@ -16,10 +16,11 @@ import logging
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.errors import OrchestratorError, Unavailable
-from orchestrator.identity import instance_id
+from orchestrator.identity import WORKER_PROCESS, instance_id
 from orchestrator.jobs import DEFAULT_LANE
 from orchestrator.settings import Settings
 from orchestrator.store import crews
@@ -285,6 +286,8 @@ def run(settings: Settings) -> int:
     signal.signal(signal.SIGUSR1, drain)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    # After that: whoever sees the name may signal.
+    Path("/proc/self/comm").write_text(WORKER_PROCESS)
     try:
         supervisor.run()
     except OrchestratorError as error:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import click
 
+from orchestrator.identity import WORKER_PROCESS
+
 #: Seconds between two looks.
 LOOK_EVERY_S = 0.1
 #: Seconds that a worker may need from its start until it can be told.
@@ -37,9 +39,9 @@ def drain_worker(pid: int, timeout: float) -> None:
 
 
 def _tell(pid: int, deadline: float) -> None:
-    """Send the signal as soon as a worker catches it: a shell that catches it as well dies of it all the same."""
+    """Send the signal to a worker that is ready for it, and to nobody else: who is none would die of it."""
     while not _is_gone(pid):
-        if _is_worker(pid) and _catches(pid, signal.SIGUSR1):
+        if _status(pid).get("Name") == WORKER_PROCESS:
             os.kill(pid, signal.SIGUSR1)
             return
         if time.monotonic() >= deadline:
@@ -60,18 +62,3 @@ def _status(pid: int) -> dict[str, str]:
 def _is_gone(pid: int) -> bool:
     """Also when only its parent has not noticed yet."""
     return _status(pid).get("State", "X")[0] in "XZ"
-
-
-def _is_worker(pid: int) -> bool:
-    """By how it was started: `gpuorch worker`, `python -m orchestrator worker`. Its slots are no workers."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    names = [word.rpartition(b"/")[2] for word in words]
-    return b"worker" in names and not {b"gpuorch", b"orchestrator"}.isdisjoint(names)
-
-
-def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether it has a handler for this signal; whoever has none would be ended by it."""
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
