@@ -590,6 +590,25 @@ def test_garbage_that_ends_a_span_while_others_are_handed_over_holds_up_nobody()
             tracer.start_span("step").end()
 
 
+def test_who_hands_spans_over_is_not_asked_to_meanwhile():
+    """Its pipe is taken, by itself: it would wait for ever."""
+    pipe, refused = threading.Lock(), []
+
+    def hand_over(_frame):
+        if not pipe.acquire(blocking=False):
+            refused.append(1)
+            return
+        for _ in range(300):
+            tracer.start_span("garbage").end()
+        pipe.release()
+
+    attempts = Attempts(hand_over, "w", "pool")
+    tracer = attempts.provider.get_tracer("mine")
+    with attempts.running([{"job_id": "j", "type": "t", "attempt": 1, "agent": "a", "trace_context": CONTEXT}]):
+        pass
+    assert not refused
+
+
 # --- what goes wrong with spans goes wrong nowhere else ---
 
 
@@ -649,6 +668,7 @@ def test_an_error_that_cannot_be_shown_costs_only_its_own_event(memory):
         running.ended([{"outcome": "failed", "error_kind": "transient", "error": "x"}])
     [span] = kept(memory)["job"]
     assert (span.status.is_ok, span.attributes["job.outcome"]) == (False, "failed")
+    assert running._errors == {}, "whoever has it still has no frames of the handler"
 
 
 class Tensor:
