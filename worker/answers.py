@@ -52,11 +52,11 @@ def _checked(values: object, size: int) -> list[Any]:
 def _raised(error: BaseException) -> dict[str, Any]:
     match error:
         case NotVouchedFor():
-            return {"outcome": "handed_back", "error": str(error)}
+            return {"outcome": "handed_back", "error": _text(error)}
         case Cancelled():  # a failure, if nobody cancelled it
             return _failed("transient", error) | {"outcome": "cancelled"}
         case Skip():
-            return {"outcome": "skipped", "error": str(error)}
+            return {"outcome": "skipped", "error": _text(error)}
         case Permanent():
             return _failed("permanent", error)
         case OutOfTime():
@@ -68,7 +68,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
 
 
 def _failed(kind: str, error: BaseException) -> dict[str, Any]:
-    return {"outcome": "failed", "error_kind": kind, "error": f"{type(error).__name__}: {error}"}
+    return {"outcome": "failed", "error_kind": kind, "error": said(error)}
 
 
 def _failed_together(error: BaseException, size: int) -> dict[str, Any]:
@@ -76,9 +76,22 @@ def _failed_together(error: BaseException, size: int) -> dict[str, Any]:
     return {
         "outcome": "handed_back",
         "error_kind": "batch",
-        "error": f"its batch of {size} failed as a whole: {type(error).__name__}: {error}\n{_trace(error)}",
+        "error": f"its batch of {size} failed as a whole: {said(error)}\n{_trace(error)}",
         "retry_after_s": error.after if isinstance(error, Retry) else None,
     }
+
+
+def said(error: BaseException) -> str:
+    """Its kind and what it says, in a line."""
+    return f"{type(error).__name__}: {_text(error)}"
+
+
+def _text(error: BaseException) -> str:
+    """An exception is the handler's own code, too, and may fail at telling what it is."""
+    try:
+        return str(error)
+    except Exception as unable:  # noqa: BLE001 - whatever it raises
+        return f"(its text could not be had: {type(unable).__name__})"
 
 
 def _trace(error: BaseException) -> str:

@@ -108,7 +108,7 @@ class Slot:
         try:
             _, about = self._under_lease(ctx, lambda: self.models.handler(ctx))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a handler raises is its answer
-            return {"load_failed": f"{type(error).__name__}: {error}"}
+            return {"load_failed": answers.said(error)}
         return {"loaded": about["load_seconds"]}
 
     def _run_job(self, job: dict[str, Any], body: str) -> tuple[dict[str, Any], str]:
