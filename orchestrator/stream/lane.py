@@ -290,9 +290,13 @@ class LaneReader:
             return self._read(lambda: self._read_fitting(seats))
 
     def wait_for_more(self, block_ms: int) -> None:
-        """Return when an entry is added, or after `block_ms`. Nobody gets it by that: it may not be one that fits."""
+        """Return when an entry is added, or after `block_ms`. Nobody gets it by that: it may not be one that fits.
+
+        It may also return before: a read never waits longer than the connection does for an answer.
+        """
+        wait_ms = max(min(block_ms, self._settings.redis_block_ms), 1)
         with self._looking_back_after_errors():
-            self._client.xread({self._lane.key: "$"}, count=1, block=max(block_ms, 1))
+            self._client.xread({self._lane.key: "$"}, count=1, block=wait_ms)
 
     @contextmanager
     def _looking_back_after_errors(self) -> Iterator[None]:

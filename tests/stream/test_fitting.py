@@ -114,3 +114,7 @@ def test_waiting_takes_nothing_from_anybody(lane, reader, raw):
     announce(lane, "a")
     reader.wait_for_more(1)
     assert raw.xpending(lane.key, lane.group)["pending"] == 0
+
+
+def test_whoever_waits_longer_than_a_connection_does_is_not_cut_off(settings, reader):
+    reader.wait_for_more(round(1000 * settings().redis_timeout_s) + 500)
