@@ -31,7 +31,6 @@ from orchestrator.api import (
 from orchestrator.api.backend import Backend
 from orchestrator.api.caller import Caller
 from orchestrator.api.guard import Guard
-from orchestrator.api.replies import Json
 from orchestrator.daemon import Orchestrator
 
 #: Every module with a router. `fetch` before `jobs`, which would take /jobs/dispatchable for a job's id.
@@ -68,15 +67,14 @@ def create_app(orchestrator: Orchestrator) -> FastAPI:
         title="gpu-orchestrator",
         version=__version__,
         lifespan=lifespan,
-        default_response_class=Json,
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
+        # Not included one by one: that would build every route again, at the first request.
+        routes=[route for module in NOUNS for route in module.router.routes],
     )
     app.state.backend = Backend(orchestrator)
     problems.install(app)
     app.add_middleware(Caller)
     app.add_middleware(Guard, bound_host=orchestrator.settings.host)
-    for module in NOUNS:
-        app.include_router(module.router)
     return app
