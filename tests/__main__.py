@@ -1,6 +1,7 @@
 """`python -m tests`: all tests, in parts side by side. What it is told besides goes to pytest, as one run.
 
-Each part is a pytest with servers of its own. It takes one file of tests after the other from those that nobody took
+One process collects all tests and then forks the parts, each with servers of its own: collecting is done once, and what
+all of them have loaded is in memory once. A part takes one file of tests after the other from those that nobody took
 yet: some parts begin with the folders that run whole clusters, the others with those that write many statements, so
 that both kinds are always under way; all of them end with the smallest, and so at about the same time. The output of
 the first is seen as it comes, that of the others when it is done.
@@ -8,13 +9,15 @@ the first is seen as it comes, that of the others when it is done.
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,51 +34,74 @@ PARTS = max(4, min(os.cpu_count() or 1, 8))
 def main() -> int:
     if sys.argv[1:]:
         return subprocess.call([sys.executable, "-m", "pytest", *sys.argv[1:]])
+    return pytest.main(["-q", "-o", "console_output_style=classic"], plugins=[sys.modules[__name__]])
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """As pytest's own, in parts. Only they report on tests; this process on them."""
+    if session.testsfailed:
+        raise session.Interrupted(f"{session.testsfailed} errors during collection")
     begun = time.monotonic()
-    with ExitStack() as stack:
-        claims = stack.enter_context(tempfile.TemporaryDirectory(prefix="orch-tests-"))
-        parts = [Part(number, claims, stack) for number in range(PARTS)]
-        codes = [part.finish() for part in parts]
-    failed = [number for number, code in enumerate(codes) if code]
-    print(f"{len(codes)} parts in {time.monotonic() - begun:.0f} s; failed: {failed or 'none'}", flush=True)
-    return int(any(codes))
+    claims = Path(tempfile.mkdtemp(prefix="orch-tests-"))
+    gc.freeze()  # what is there now is shared by all parts until somebody writes to it, which a collector would
+    parts: list[Part] = []
+    for number in range(PARTS):
+        part = Part(number)
+        if not part.pid:
+            return run_part(session, part, claims)
+        parts.append(part)
+    try:
+        failed = [part.number for part in parts if part.finish()]
+    finally:
+        for part in parts:
+            part.kill()
+        shutil.rmtree(claims)
+    print(f"{len(parts)} parts in {time.monotonic() - begun:.0f} s; failed: {failed or 'none'}", flush=True)
+    session.config.pluginmanager.unregister(name="terminalreporter")  # it would say that no tests ran
+    session.testsfailed = len(failed)
+    return True
 
 
 class Part:
-    """One pytest beside others; the output of all but the first is kept until it is done."""
+    """A process that runs tests beside others; the output of all but the first is kept until it is done."""
 
-    def __init__(self, number: int, claims: str, stack: ExitStack) -> None:
-        self._number = number
-        self._output = stack.enter_context(tempfile.TemporaryFile()) if number else None  # noqa: SIM115 - the stack closes it
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.__main__"]
-        options = [f"--part={number}", f"--claims={claims}", "-o", "console_output_style=classic"]
-        self._process = subprocess.Popen([*command, *options], stdout=self._output, stderr=self._output)
-        stack.callback(self._process.kill)
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.output = os.memfd_create(f"part-{number}") if number else None
+        #: 0 in that process itself.
+        self.pid = os.fork()
+        self._code: int | None = None
 
     def finish(self) -> int:
         """Wait for its end and show what it said."""
-        code = self._process.wait()
-        if self._output is not None:
-            print(f"what part {self._number} said, which ran beside:", flush=True)
-            self._output.seek(0)
-            sys.stdout.buffer.write(self._output.read())
-        print(f"part {self._number} ended with {code}", flush=True)
-        return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code  # others had taken everything
+        self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.output is not None:
+            print(f"what part {self.number} said, which ran beside:", flush=True)
+            sys.stdout.buffer.write(os.pread(self.output, os.fstat(self.output).st_size, 0))
+        print(f"part {self.number} ended with {self._code}", flush=True)
+        return self._code
+
+    def kill(self) -> None:
+        """Unless it has ended."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
 
 
 # --- inside of a part ---
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", type=int, help="number of this part of `python -m tests`")
-    parser.addoption("--claims", type=Path, help="folder in which the parts say which files they took")
-
-
-def pytest_runtestloop(session: pytest.Session) -> bool:
-    """As pytest's own, of the tests that this part takes. Every part has collected all of them."""
-    if session.testsfailed:
-        raise session.Interrupted(f"{session.testsfailed} errors during collection")
-    items = taken(session)
+def run_part(session: pytest.Session, part: Part, claims: Path) -> bool:
+    """As pytest's own loop, of the tests that this part takes."""
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    if part.output is not None:
+        os.dup2(part.output, 1)
+        os.dup2(part.output, 2)
+    # Anew: it keeps what it captures in files, which the parts must not share.
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    items = taken(session, part.number, claims)
     item = next(items, None)
     while item is not None:
         following = next(items, None)
@@ -88,13 +114,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     return True
 
 
-def taken(session: pytest.Session) -> Iterator[pytest.Item]:
+def taken(session: pytest.Session, number: int, claims: Path) -> Iterator[pytest.Item]:
     """The tests of all files that this part could take."""
-    part, claims = session.config.option.part, session.config.option.claims
     found: dict[Path, list[pytest.Item]] = {}
     for item in session.items:
         found.setdefault(item.path, []).append(item)
-    folders = (STATEMENTS + CLUSTERS if part % 2 else CLUSTERS + STATEMENTS) + SUMS
+    folders = (STATEMENTS + CLUSTERS if number % 2 else CLUSTERS + STATEMENTS) + SUMS
     for path in sorted(found, key=lambda path: place(path, folders)):
         if claim(claims / str(path.relative_to(ROOT)).replace("/", "-")):
             yield from found[path]
