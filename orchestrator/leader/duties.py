@@ -1,7 +1,8 @@
 """What a leader does: a table of duties. Each is a function of the context that returns how much it did.
 
 A duty is idempotent, does a bounded amount per call, and writes to the database only through its term (announcing
-jobs is the publisher's, which needs none). When it returns a full batch it is called again at once.
+jobs is the publisher's, which needs none). When it returns a full batch it is called again at once. Those that come
+often ask first whether there is anything to do, by one statement that begins no transaction (`Term.finds`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from orchestrator.leader.term import Term
 from orchestrator.leader.workflows import Walks, tend
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import caps, dead_letters, gatekeeper, gates, leases, nodes, outbox, reports, tallies, withdraw
+from orchestrator.store import (
+    caps,
+    dead_letters,
+    gatekeeper,
+    gates,
+    leadership,
+    leases,
+    nodes,
+    outbox,
+    reports,
+    tallies,
+    withdraw,
+)
 from orchestrator.store.admission import Admission
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.moves import Claimant
@@ -51,6 +64,16 @@ TALLY_INTERVAL_S = 1.0
 MAX_UNANSWERED = 2
 #: Milliseconds after which an idle consumer of a worker that is gone is removed from its group.
 CONSUMER_IDLE_MS = 60_000
+
+# What duties look for. They ask before they begin a transaction: most of the time there is nothing to do.
+_DUE = leadership.question(outbox.DELAYED_AND_DUE)
+_SILENT = leadership.question(nodes.SILENT)
+_OF_HTTP_WORKERS = leadership.question(reports.HELD)
+_CAPS = leadership.question(*caps.CONCERNED)
+_LEASES = leadership.question(leases.DUE, leases.SPENT, leases.ENDED_LONG_AGO)
+_OVERDUE = leadership.question(withdraw.OVERDUE)
+_GATES = leadership.question(*gatekeeper.CONCERNED)
+_UNTOLD = leadership.question(dead_letters.UNTOLD)
 
 
 @dataclass
@@ -84,7 +107,9 @@ class DutyContext:
 
 def publish(context: DutyContext) -> int:
     """Make due jobs ready and fill the window of every lane that has any: the backstop of the nudges."""
-    promoted = context.term.write(lambda conn: outbox.promote_due(conn, BATCH, context.policies.book(conn)))
+    promoted = 0
+    if context.term.finds(_DUE):
+        promoted = context.term.write(lambda conn: outbox.promote_due(conn, BATCH, context.policies.book(conn)))
     lanes = context.term.db.read(lambda conn: outbox.lanes_with(conn, Queued.READY))
     return promoted + _in_lanes(lanes, context.publisher.publish)
 
@@ -127,6 +152,8 @@ def _repair_lane(context: DutyContext, lane: str) -> int:
 
 def purge_leases(context: DutyContext) -> int:
     """End leases whose holder stopped renewing them, and forget those that ended long ago."""
+    if not context.term.finds(_LEASES, ended_since_s=-KEEP_ENDED_LEASES_S):
+        return 0
     ended = context.term.write(lambda conn: leases.purge(conn, BATCH, context.settings.gpu_stale_s))
     forgotten = context.term.write(lambda conn: leases.forget(conn, KEEP_ENDED_LEASES_S, BATCH))
     return max(ended, forgotten)
@@ -151,7 +178,7 @@ def reclaim(context: DutyContext) -> int:
 def _reclaim_jobs(context: DutyContext) -> int:
     timeout = context.settings.worker_timeout_s
     # A young term may follow an outage of the database, in which nobody could send heartbeats: let them first.
-    if context.term.age_s > timeout:
+    if context.term.age_s > timeout and context.term.finds(_SILENT, silent_since_s=-timeout):
         for lost in context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH)):
             about = {"worker_id": lost.worker_id, "pool_id": lost.pool_id, "node_id": lost.node_id}
             log.warning("worker lost", extra=about)
@@ -215,8 +242,9 @@ def enforce_limits(context: DutyContext) -> int:
     timeout = context.settings.worker_timeout_s
     # As above: signs of life, too, could not get through an outage of the database.
     unconfirmed_s = timeout if context.term.age_s > timeout else None
-    # Looked up under the term: one that was replaced must hear of it also when nothing is late.
-    late = context.term.write(lambda conn: reports.overruns(conn, unconfirmed_s, BATCH))
+    if not context.term.finds(_OF_HTTP_WORKERS):
+        return 0
+    late = context.term.db.read(lambda conn: reports.overruns(conn, unconfirmed_s, BATCH))
     _end_for_others(context, late)
     return len(late)
 
@@ -232,6 +260,8 @@ def _end_for_others(context: DutyContext, attempts: Sequence[Overrun]) -> None:
 def keep_caps(context: DutyContext) -> int:
     """Make caps count what really runs, and let those go who wait for a cap that has room or is gone."""
     book = context.term.db.read(context.policies.book)
+    if not context.term.finds(_CAPS) and not book.limits:
+        return 0
     late = context.term.write(lambda conn: caps.seat_late(conn, book, BATCH))
     healed = context.term.write(caps.heal)
     if healed:
@@ -251,6 +281,8 @@ def forget_caps(context: DutyContext) -> int:
 
 def expire(context: DutyContext) -> int:
     """End jobs whose deadline passed while they waited."""
+    if not context.term.finds(_OVERDUE):
+        return 0
     expired = context.term.write(lambda conn: withdraw.expire_overdue(conn, BATCH))
     if expired:
         log.warning("jobs expired", extra={"jobs": expired})
@@ -259,6 +291,9 @@ def expire(context: DutyContext) -> int:
 
 def tend_gates(context: DutyContext) -> int:
     """Look at the gates, write down what is seen there, and let jobs go whom nothing keeps any more."""
+    book = context.term.db.read(context.policies.book)
+    if not context.term.finds(_GATES) and not book.gates:
+        return 0
     stale_s = context.settings.gpu_stale_s
     freed = context.term.write(
         lambda conn: gatekeeper.tend(conn, context.policies.book(conn), gates.measured(conn, stale_s), context.walk)
@@ -270,6 +305,8 @@ def tend_gates(context: DutyContext) -> int:
 
 def tell_dead_letters(context: DutyContext) -> int:
     """Tell the dead-letter stream of jobs that were given up. A crash in between tells it twice, never not at all."""
+    if not context.term.finds(_UNTOLD):
+        return 0
     # Read under the term: a leader that was replaced must not tell what its successor tells.
     untold = context.term.write(lambda conn: dead_letters.untold(conn, BATCH))
     entries = context.hub.bury([item.letter for item in untold])

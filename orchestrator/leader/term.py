@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestrator import actors
 from orchestrator.errors import OrchestratorError, StaleEpoch
@@ -14,6 +14,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import leadership
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import LeaderLock
+from orchestrator.store.hot import Hot
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -48,6 +49,10 @@ class Term:
 
         with actors.acting(self.actor):
             return self.db.write(fenced)
+
+    def finds(self, asked: Hot, **given: Any) -> bool:
+        """Whether there is anything to do: mostly there is not, and no transaction need begin. Raises StaleEpoch."""
+        return self.db.read(lambda conn: leadership.finds(conn, asked, self.lock_name, self.epoch, **given))
 
 
 class Candidate:

@@ -8,7 +8,7 @@ from orchestrator.jobs import RetryPolicy
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import flows, spawning, workflows
+from orchestrator.store import flows, leadership, spawning, workflows
 from orchestrator.store.policies import Copy
 from orchestrator.store.sweeping import Walk
 from orchestrator.stream.hub import Hub
@@ -20,7 +20,7 @@ MOST, BATCHES = 50, 200
 MAKES = 20
 #: Frames of attempts that were lost, deleted by one call.
 FRAMES = 500
-
+_CONCERNED = leadership.question(flows.OVERDUE, flows.SWEPT, spawning.MARKED, spawning.STAGED)
 
 #: How far this term is with workflows that have more tasks than one call sees to.
 Walks = dict[str, Walk]
@@ -36,7 +36,10 @@ def tend(
     unfinished: Walks,
 ) -> int:
     """How much it did."""
-    walks = [term.write(partial(workflows.expire, workflow_id=one)) for one in _looked_up(term)]
+    if not term.finds(_CONCERNED):
+        return 0
+    late = term.db.read(lambda conn: flows.overdue(conn, MOST))
+    walks = [term.write(partial(workflows.expire, workflow_id=one)) for one in late]
     walks += [_sweep(term, one, unfinished) for one in term.db.read(lambda conn: flows.swept(conn, MOST))]
     if any(walk.asked for walk in walks):
         hub.ring("look")  # workers hear which of their jobs must stop
@@ -47,11 +50,6 @@ def tend(
         publisher.nudge(lane)
     forgotten = term.write(lambda conn: spawning.forget_lost(conn, FRAMES))
     return max(len(walks), made, forgotten)
-
-
-def _looked_up(term: Term) -> list[str]:
-    """Under the term: one that was replaced must hear of it also when nothing is late."""
-    return [*term.write(lambda conn: flows.overdue(conn, MOST))]
 
 
 def _sweep(term: Term, workflow_id: str, unfinished: Walks) -> Walk:

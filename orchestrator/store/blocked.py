@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, func, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, literal_column, or_, select, update
 
 from orchestrator.jobs import DUE, Queued
 from orchestrator.store.dialect import by_key, utc_now, utc_shift, walking
@@ -86,6 +86,11 @@ def wait_elsewhere(conn: Connection, job_ids: Sequence[str], on: str, reason: st
         return
     waiting = by_key(update(jobs)).where(jobs.c.job_id.in_(job_ids), jobs.c.queued == Queued.BLOCKED)
     conn.execute(waiting.values(blocked_on=on, wait_reason=reason[:255]))
+
+
+def waiting_for(kind: str) -> Select[Any]:
+    """Jobs that wait for anything of a kind, which ends with a colon."""
+    return select(jobs.c.blocked_on).where(jobs.c.blocked_on > kind, jobs.c.blocked_on < f"{kind[:-1]};")  # ; is next
 
 
 def waited_for(conn: Connection, after: str = "", limit: int = 500, kind: str = "") -> list[str]:

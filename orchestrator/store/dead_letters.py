@@ -62,6 +62,9 @@ class Untold(NamedTuple):
     buried_at: datetime
 
 
+UNTOLD = select(dead_letters.c.job_id).where(dead_letters.c.entry_id.is_(None))
+
+
 def untold(conn: Connection, limit: int) -> list[Untold]:
     """Letters that the stream has not been told of."""
     rows = conn.execute(

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row, and_, or_, select, update
 from orchestrator.errors import OrchestratorError, WorkflowEnded, WorkflowNotFound
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
-from orchestrator.store.hot import Hot
+from orchestrator.store.hot import Hot, among
 from orchestrator.store.schema import jobs, spawns, workflows
 from orchestrator.workflows import BAD, GOOD, FlowStatus, Progress
 
@@ -120,16 +120,18 @@ def event(name: str, workflow_id: str, actor: str | None = None, **details: Any)
     return audit.Event(f"workflow.{name}", job_id=f"{AUDITED}{workflow_id}", actor=actor, details=details or None)
 
 
+#: Those that run longer than they may.
+OVERDUE = select(workflows.c.workflow_id).where(workflows.c.expires_at <= utc_now())
+#: Those whose tasks are being stopped or started over.
+SWEPT = select(workflows.c.workflow_id).where(among(workflows.c.sweep, (PENDING, ALL, RETRY)))
+
+
 def overdue(conn: Connection, limit: int) -> Sequence[str]:
-    """Those that run longer than they may."""
-    late = select(workflows.c.workflow_id).where(workflows.c.expires_at <= utc_now())
-    return conn.execute(late.order_by(workflows.c.expires_at).limit(limit)).scalars().all()
+    return conn.execute(OVERDUE.order_by(workflows.c.expires_at).limit(limit)).scalars().all()
 
 
 def swept(conn: Connection, limit: int) -> Sequence[str]:
-    """Those whose tasks are being stopped or started over."""
-    busy = select(workflows.c.workflow_id).where(workflows.c.sweep.in_((PENDING, ALL, RETRY)))
-    return conn.execute(busy.order_by(workflows.c.sweep, workflows.c.workflow_id).limit(limit)).scalars().all()
+    return conn.execute(SWEPT.order_by(workflows.c.sweep, workflows.c.workflow_id).limit(limit)).scalars().all()
 
 
 # ── going through its tasks ─────────────────────────────────────────────────────────────────────────────────────────

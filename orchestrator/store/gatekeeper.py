@@ -36,7 +36,7 @@ from orchestrator.policies import WAITS_FOR_CAP, Book
 from orchestrator.store import blocked, caps, gates, pools
 from orchestrator.store.dialect import by_key
 from orchestrator.store.gates import Hold, Measured, Seen
-from orchestrator.store.schema import jobs
+from orchestrator.store.schema import gate_holds, gate_states, jobs
 
 #: Jobs that one look lets go of those that wait for one thing.
 BATCH = 500
@@ -46,6 +46,14 @@ MOST_HELD = 1000
 MOST_KEYS = 500
 #: The name of the measured load among the states.
 LOAD = "load"
+
+#: While there is none of these, and no policy that is measured, there is nothing to tend: what was seen at gates, jobs
+#: that passed them and count, jobs that wait for anything.
+CONCERNED = (
+    select(gate_states.c.name),
+    select(gate_holds.c.gate),
+    select(jobs.c.blocked_on).where(jobs.c.blocked_on.is_not(None)),
+)
 
 
 @dataclass

@@ -7,11 +7,11 @@ database and length of its list, and then only filled in. Listeners hear of it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select, Table, bindparam
+from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select, Table, bindparam, literal
 
 #: Parameters one statement may have: SQLite's limit, which MariaDB does not reach either.
 MAX_PARAMETERS = 32_000
@@ -32,6 +32,11 @@ def some_at_a_time(items: Sequence[T], many: int | None = None) -> Iterator[Sequ
     """In order, as many at a time as one statement should name: `MANY_IDS` unless it is said."""
     many = many or MANY_IDS
     return (items[first : first + many] for first in range(0, len(items), many))
+
+
+def among(column: ColumnElement[T], values: Collection[T]) -> ColumnElement[bool]:
+    """IN, of constants: each a parameter of its own, where SQLAlchemy would write a list out at every execution."""
+    return column.in_([literal(value) for value in sorted(values)])  # type: ignore[type-var]  # names, in any order
 
 
 class Hot:

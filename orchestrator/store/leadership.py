@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, Select, bindparam, insert, literal, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import actors
@@ -17,6 +18,7 @@ from orchestrator.errors import StaleEpoch
 from orchestrator.store import audit
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.hot import Hot
 from orchestrator.store.schema import leadership
 
 
@@ -29,21 +31,33 @@ class Leadership:
     alive: bool
 
 
-_FENCE = (
-    select(leadership.c.epoch)
-    .where(
-        leadership.c.name == bindparam("lock"),
-        leadership.c.epoch == bindparam("mine"),
-        leadership.c.expires_at > utc_now(),
-    )
-    .with_for_update(read=True)
+_LEADS = select(leadership.c.epoch).where(
+    leadership.c.name == bindparam("lock"),
+    leadership.c.epoch == bindparam("mine"),
+    leadership.c.expires_at > utc_now(),
 )
+_FENCE = _LEADS.with_for_update(read=True)
 
 
 def fence(conn: Connection, name: str, epoch: int) -> None:
     """Raises StaleEpoch unless `epoch` leads until this transaction ends."""
     if conn.execute(_FENCE, {"lock": name, "mine": epoch}).scalar() is None:
         raise StaleEpoch(epoch)
+
+
+def question(*anything: Select[Any]) -> Hot:
+    """Does an epoch lead, and has any of these a row? For `finds`: one statement, which locks nothing."""
+    firsts = [one.with_only_columns(literal(1), maintain_column_froms=True).limit(1) for one in anything]
+    has_any = or_(*(first.scalar_subquery().is_not(None) for first in firsts))
+    return Hot(lambda _ids: select(_LEADS.scalar_subquery().is_not(None), has_any))
+
+
+def finds(conn: Connection, asked: Hot, name: str, epoch: int, **given: Any) -> bool:
+    """Raises StaleEpoch unless `epoch` leads: who was replaced must hear of it also when there is nothing to do."""
+    ((leads, found),) = asked.rows(conn, lock=name, mine=epoch, **given)
+    if not leads:
+        raise StaleEpoch(epoch)
+    return bool(found)
 
 
 def ensure_row(db: Database, name: str) -> None:

@@ -22,7 +22,7 @@ from orchestrator.gpu.accounts import Holder, still_held
 from orchestrator.leases import JOB_LEASE, Granted, lease_name, token_hash
 from orchestrator.store import audit, gpus, nodes
 from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift, walking
-from orchestrator.store.hot import Hot, Listed, insert_rows, some_at_a_time
+from orchestrator.store.hot import Hot, Listed, among, insert_rows, some_at_a_time
 from orchestrator.store.schema import gpus as gpu_rows
 from orchestrator.store.schema import lease_gpus, leases
 
@@ -329,6 +329,15 @@ def release(conn: Connection, token: str) -> str:
     return state
 
 
+_DUE = (leases.c.state == "active", leases.c.expires_at <= utc_now())
+#: Leases that `purge` and `forget` see to.
+DUE = select(leases.c.token).where(*_DUE)
+SPENT = select(leases.c.token).where(leases.c.state == "spent")
+ENDED_LONG_AGO = select(leases.c.token).where(
+    among(leases.c.state, ("released", "expired")), leases.c.expires_at <= utc_shift(bindparam("ended_since_s"))
+)
+
+
 def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0) -> int:
     """End leases whose time is over.
 
@@ -337,7 +346,7 @@ def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0) -> int:
     """
     due = conn.execute(
         select(leases.c.token, leases.c.agent_name, leases.c.node_id)
-        .where(leases.c.state == "active", leases.c.expires_at <= utc_now(), leases.c.ending_as.is_(None))
+        .where(*_DUE, leases.c.ending_as.is_(None))
         .order_by(leases.c.expires_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -362,7 +371,7 @@ def _free_unwatched(conn: Connection, stale_s: float, limit: int) -> int:
     """Ending leases on nodes that fell silent before anybody saw their processes go."""
     rows = conn.execute(
         select(leases.c.token, leases.c.node_id, leases.c.ending_as)
-        .where(leases.c.state == "active", leases.c.expires_at <= utc_now(), leases.c.ending_as.is_not(None))
+        .where(*_DUE, leases.c.ending_as.is_not(None))
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
@@ -378,13 +387,9 @@ def forget(conn: Connection, keep_s: float, limit: int = 500) -> int:
 
     Until then a client's token answers "ended" rather than "unknown".
     """
-    spent = select(leases.c.token).where(leases.c.state == "spent")
-    ended = select(leases.c.token).where(
-        leases.c.state.in_(("released", "expired")), leases.c.expires_at <= utc_shift(-keep_s)
-    )
     keys: list[str] = []
-    for over in (spent, ended):
-        keys += conn.execute(over.limit(limit).with_for_update(skip_locked=True)).scalars()
+    for over in (SPENT, ENDED_LONG_AGO):
+        keys += conn.execute(over.limit(limit).with_for_update(skip_locked=True), {"ended_since_s": -keep_s}).scalars()
     if keys:
         conn.execute(delete(lease_gpus).where(lease_gpus.c.token.in_(keys)))
         conn.execute(delete(leases).where(leases.c.token.in_(keys)))

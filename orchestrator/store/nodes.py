@@ -8,7 +8,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, Update, and_, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Table,
+    Update,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.batch_sizes import BatchSizes, from_text
@@ -16,6 +30,7 @@ from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
+from orchestrator.store.hot import among
 from orchestrator.store.schema import (
     ACTIVE,
     DRAINING,
@@ -250,15 +265,15 @@ def deregister(conn: Connection, worker: Worker) -> None:
     audit.record(conn, [worker_event("worker.stopped", worker)])
 
 
+SILENT = select(workers).where(
+    among(workers.c.status, LIVE_WORKERS), workers.c.last_heartbeat <= utc_shift(bindparam("silent_since_s"))
+)
+
+
 def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]:
     """Mark workers whose heartbeats stopped; from then on they cannot heartbeat any more."""
-    silent = conn.execute(
-        select(workers)
-        .where(workers.c.status.in_(LIVE_WORKERS), workers.c.last_heartbeat <= utc_shift(-timeout_s))
-        .order_by(workers.c.last_heartbeat)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    ).all()
+    first = SILENT.order_by(workers.c.last_heartbeat).limit(limit)
+    silent = conn.execute(first.with_for_update(skip_locked=True), {"silent_since_s": -timeout_s}).all()
     if silent:
         conn.execute(
             update(workers)

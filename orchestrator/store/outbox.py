@@ -147,19 +147,19 @@ def advance(conn: Connection, lane: str, ranked: Sequence[tuple[int, int]]) -> N
         _ADVANCE.run(conn, of_lane=lane, reached=max(reached(*one) for one in ranked))
 
 
+DELAYED_AND_DUE = select(
+    jobs.c.job_id, jobs.c.constraints, jobs.c.cost_units, jobs.c.agent, jobs.c.attempt, jobs.c.wait_reason
+).where(jobs.c.not_before <= utc_now(), jobs.c.queued == Queued.DELAYED)
+
+
 def promote_due(conn: Connection, limit: int, book: Book = NO_BOOK) -> int:
     """Delayed → ready for jobs whose time has come.
 
     Those that want quiet, units that they do not hold yet, or a place among their agent's jobs that they were not given
     when they were submitted, wait for the leader's gates then.
     """
-    due = conn.execute(
-        select(jobs.c.job_id, jobs.c.constraints, jobs.c.cost_units, jobs.c.agent, jobs.c.attempt, jobs.c.wait_reason)
-        .where(jobs.c.not_before <= utc_now(), jobs.c.queued == Queued.DELAYED)
-        .order_by(jobs.c.not_before)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    ).all()
+    soonest = DELAYED_AND_DUE.order_by(jobs.c.not_before).limit(limit)
+    due = conn.execute(soonest.with_for_update(skip_locked=True)).all()
     gates = {row.job_id: gates for row in due if (gates := _gates(row, book))}
     held = _held(conn, gates)
     waiting: dict[str, list[str]] = defaultdict(list)

@@ -15,6 +15,7 @@ from orchestrator.pools import OPEN, PoolState
 from orchestrator.store import audit, followers, job_reads, ownership, registry
 from orchestrator.store.caps import Seats
 from orchestrator.store.dialect import in_order, seconds_since, utc_now
+from orchestrator.store.hot import among
 from orchestrator.store.moves import Claimant
 from orchestrator.store.ownership import Ownership
 from orchestrator.store.registry import HTTP, Fetcher
@@ -151,6 +152,14 @@ class Overrun(NamedTuple):
     end: End
 
 
+#: Attempts of HTTP workers.
+HELD = (
+    in_order(select(jobs.c.job_id))
+    .select_from(jobs.join(workers, workers.c.worker_id == jobs.c.worker_id))
+    .where(among(jobs.c.status, OWNED), workers.c.kind == HTTP)
+)
+
+
 def overruns(conn: Connection, unconfirmed_s: float | None, limit: int) -> list[Overrun]:
     """Attempts of living HTTP workers that ran longer than their job may, or of which nobody has heard at all.
 
@@ -165,13 +174,8 @@ def overruns(conn: Connection, unconfirmed_s: float | None, limit: int) -> list[
 
 
 def _held(*columns: Any) -> Select[Any]:
-    """Attempts of HTTP workers."""
     age = seconds_since(jobs.c.claimed_at).label("age_s")
-    return (
-        in_order(select(jobs.c.job_id, jobs.c.attempt, age, workers, *columns))
-        .select_from(jobs.join(workers, workers.c.worker_id == jobs.c.worker_id))
-        .where(jobs.c.status.in_(sorted(OWNED)), workers.c.kind == HTTP)
-    )
+    return HELD.with_only_columns(jobs.c.job_id, jobs.c.attempt, age, workers, *columns, maintain_column_froms=True)
 
 
 def leftovers(conn: Connection, limit: int) -> list[Overrun]:

@@ -75,15 +75,18 @@ class Marked(NamedTuple):
     attempt: int
 
 
+#: Attempts that added tasks, and succeeded, of workflows that run.
+MARKED = (
+    select(spawns.c.job_id, spawns.c.attempt)
+    .join(workflows, workflows.c.workflow_id == spawns.c.workflow_id)
+    .where(workflows.c.status == FlowStatus.RUNNING)
+)
+#: Tasks that anybody added and nobody made jobs of: of these `forget_lost` looks for what is lost.
+STAGED = select(task_stages.c.job_id)
+
+
 def marked(conn: Connection, limit: int) -> list[Marked]:
-    """Those whose workflows run."""
-    found = (
-        select(spawns.c.job_id, spawns.c.attempt)
-        .join(workflows, workflows.c.workflow_id == spawns.c.workflow_id)
-        .where(workflows.c.status == FlowStatus.RUNNING)
-        .limit(limit)
-    )
-    return [Marked(*row) for row in conn.execute(found)]
+    return [Marked(*row) for row in conn.execute(MARKED.limit(limit))]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,12 @@ from orchestrator.store.schema import jobs
 
 TOO_LATE = "its deadline passed before it could start"
 
+OVERDUE = select(jobs.c.job_id, jobs.c.attempt, jobs.c.workflow_id).where(
+    # Pending, said in a way that tempts nobody to search the whole backlog by status.
+    jobs.c.expires_at <= utc_now(),
+    jobs.c.queued.is_not(None),
+)
+
 
 def cancel(conn: Connection, job_id: str) -> Status:
     """Where the job stands after this: cancelled, or still owned by a worker that has been asked to stop it.
@@ -55,14 +61,8 @@ def to_stop(conn: Connection, worker_ids: Collection[str], job_ids: Collection[s
 
 def expire_overdue(conn: Connection, limit: int) -> int:
     """Pending → failed for jobs whose deadline passed in the queue; how many."""
-    overdue = conn.execute(
-        select(jobs.c.job_id, jobs.c.attempt, jobs.c.workflow_id)
-        # Pending, said in a way that tempts nobody to search the whole backlog by status.
-        .where(jobs.c.expires_at <= utc_now(), jobs.c.queued.is_not(None))
-        .order_by(jobs.c.expires_at)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    ).all()
+    first = OVERDUE.order_by(jobs.c.expires_at).limit(limit)
+    overdue = conn.execute(first.with_for_update(skip_locked=True)).all()
     expire(conn, overdue)
     return len(overdue)
 

@@ -451,7 +451,19 @@ def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):
     assert tried == ["a"]
 
 
-# --- what idle lanes cost ---
+# --- what idling costs ---
+
+
+IDLE = ("publish", "reclaim", "time_limits", "caps", "purge_leases", "expire", "gates", "dead_letters", "workflows")
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_with_nothing_to_do_no_transaction_begins(db, context, name):
+    (later,) = submit(db)
+    set_job(db, later, queued="delayed", not_before=utc_shift(60.0), expires_at=utc_shift(60.0))
+    with traffic(db) as seen:
+        assert duties.find(name).run(context) == 0
+    assert seen.statements == []
 
 
 @pytest.mark.parametrize("name", ["publish", "reclaim", "repair"])

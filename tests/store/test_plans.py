@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import event, insert, text
 
 from orchestrator.jobs import ErrorKind, Queued, Status
+from orchestrator.leader import duties, workflows
 from orchestrator.store import (
     audit,
     backlog,
@@ -274,6 +275,32 @@ def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name
     assert float(step["r_rows"]) <= most, dict(step)
     # A few rows of two states may be sorted; a backlog may not.
     assert "filesort" not in step["Extra"] or most < 10, dict(step)
+
+
+#: What leaders ask before they begin anything, and its parameters.
+QUESTIONS = {
+    "due": (duties._DUE, {}),
+    "silent": (duties._SILENT, {"silent_since_s": -60.0}),
+    "of HTTP workers": (duties._OF_HTTP_WORKERS, {}),
+    "caps": (duties._CAPS, {}),
+    "leases": (duties._LEASES, {"ended_since_s": -1e7}),
+    "overdue": (duties._OVERDUE, {}),
+    "gates": (duties._GATES, {}),
+    "untold": (duties._UNTOLD, {}),
+    "workflows": (workflows._CONCERNED, {}),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_whether_there_is_anything_to_do_is_told_by_the_first_of_it(crowded, name):
+    asked, given = QUESTIONS[name]
+    engine = crowded.db.engine
+    statement, parameters = first_select(engine, lambda conn: asked.rows(conn, lock="leader", mine=1, **given))
+    with engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+        connection.rollback()
+    read = {(step["table"], step["key"]): float(step["r_rows"] or 0) for step in plan}
+    assert sum(read.values()) <= 80, read  # everything that is owned, at most: never the backlog or the history
 
 
 _FLOW = flows.Flow("nobody", "done", 1, 0, 1, 0, None, "a", None)

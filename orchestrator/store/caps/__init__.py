@@ -16,7 +16,7 @@ say) and `waiting` (parking, and letting go).
 """
 
 from orchestrator.store.caps.admit import admit
-from orchestrator.store.caps.care import Round, forget, heal, let_go, seat_late
+from orchestrator.store.caps.care import CONCERNED, Round, forget, heal, let_go, seat_late
 from orchestrator.store.caps.glance import Glance
 from orchestrator.store.caps.held import remember
 from orchestrator.store.caps.keys import NO_BOOK, caps_of
@@ -25,6 +25,7 @@ from orchestrator.store.caps.seats import Seats
 from orchestrator.store.caps.waiting import look
 
 __all__ = [
+    "CONCERNED",
     "NO_BOOK",
     "Glance",
     "Room",

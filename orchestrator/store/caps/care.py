@@ -21,6 +21,10 @@ from orchestrator.store.schema import concurrency_caps, jobs
 #: Keys that one look at those who wait sees at most.
 MANY_KEYS = 500
 
+#: While there is none of these, and no policy limits anything, there is nothing to take care of: keys with a row, jobs
+#: that sit somewhere, jobs that wait for a seat.
+CONCERNED = (select(concurrency_caps.c.cap_key), held.SEATED, blocked.waiting_for(KIND))
+
 
 def seat_late(conn: Connection, book: Book, limit: int) -> int:
     """Jobs that were claimed before a key of theirs had a cap sit there as well, from now on; how many.

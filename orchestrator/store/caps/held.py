@@ -12,7 +12,7 @@ from sqlalchemy import Connection, case, select, update
 from orchestrator.jobs import OWNED
 from orchestrator.jsontext import listed
 from orchestrator.store.dialect import by_key
-from orchestrator.store.hot import Hot
+from orchestrator.store.hot import Hot, among
 from orchestrator.store.schema import jobs
 
 _COLUMNS = (
@@ -26,6 +26,9 @@ _COLUMNS = (
 )
 _BY_ID = Hot(lambda ids: by_key(select(*_COLUMNS).where(jobs.c.job_id.in_(ids)), jobs))
 _OWNED = select(*_COLUMNS).where(jobs.c.status.in_(sorted(OWNED)))
+
+
+SEATED = select(jobs.c.held_caps).where(among(jobs.c.status, OWNED), jobs.c.held_caps.is_not(None))
 
 
 class JobKeys(NamedTuple):
@@ -52,8 +55,7 @@ def of_owned(conn: Connection) -> Iterator[JobKeys]:
 
 def count(conn: Connection) -> Counter[str]:
     """By key, how many sit there by the word of the jobs themselves."""
-    held = select(jobs.c.held_caps).where(jobs.c.status.in_(sorted(OWNED)), jobs.c.held_caps.is_not(None))
-    return Counter(key for text in conn.execute(held).scalars() for key in listed(text))
+    return Counter(key for text in conn.execute(SEATED).scalars() for key in listed(text))
 
 
 def remember(conn: Connection, held: Mapping[str, Sequence[str]]) -> None:
