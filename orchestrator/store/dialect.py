@@ -291,6 +291,8 @@ class MariaDB:
             pool_recycle=3600,
             # Every transaction here ends by commit or rollback; the pool's own rollback would be a round trip more.
             pool_reset_on_return=None,
+            # Nor is there anything to roll back where every statement stands alone.
+            skip_autocommit_rollback=autocommit,
             connect_args={"connect_timeout": limit, "read_timeout": limit, "write_timeout": limit},
         )
         # The server ends a transaction that idles for so long: its process may be frozen, with locks. They are gone

@@ -239,3 +239,17 @@ def test_a_row_that_a_check_refuses_is_an_error_of_its_content(db):
     with pytest.raises(database.CONTENT_ERRORS):
         db.write(lambda conn: conn.execute(update(schema.jobs).values(attempts=7)))
     assert row(db, job_id).attempts == 0
+
+
+def test_a_read_is_one_round_trip(maria_db, mariadb):
+    """Nothing is rolled back after a statement that stands alone."""
+
+    def rollbacks():
+        with mariadb.connect() as connection, connection.cursor() as cursor:
+            cursor.execute("SHOW GLOBAL STATUS LIKE 'Com_rollback'")
+            return cursor.fetchone()
+
+    before = rollbacks()
+    for _ in range(3):
+        maria_db.read(lambda conn: conn.execute(select(schema.jobs.c.job_id)).all())
+    assert rollbacks() == before
