@@ -1,7 +1,7 @@
 """The leader's care for caps: policies that changed, holders that died, counts that are wrong."""
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
 from orchestrator.leader import duties
 from orchestrator.policies import Book, Scope, parse
@@ -68,3 +68,35 @@ def test_wrong_counts_are_corrected_and_idle_keys_forgotten(db, context, scene):
     set_job(db, ids[0], status="failed", held_caps=None)
     duties.keep_caps(context)
     assert duties.forget_caps(context) == 1
+
+
+# --- what is looked for before anything is done, each by itself ---
+
+
+def test_a_key_that_counts_nobody_is_corrected_without_any_policy(db, context):
+    db.write(lambda conn: conn.execute(insert(schema.concurrency_caps), {"cap_key": "agent:a", "in_use": 3}))
+    duties.keep_caps(context)
+    assert [cap.in_use for cap in rows(db, schema.concurrency_caps)] == [0]
+
+
+def test_a_job_that_sits_where_no_row_is_gets_one_without_any_policy(db, context):
+    hand, (job_id,) = hire(db), submit(db)
+    hand.claim(job_id)
+    set_job(db, job_id, held_caps='["agent:a"]')
+    duties.keep_caps(context)
+    assert [(cap.cap_key, cap.in_use) for cap in rows(db, schema.concurrency_caps)] == [("agent:a", 1)]
+
+
+def test_a_job_that_waits_for_a_cap_of_old_is_let_go_without_any_policy(db, context):
+    (job_id,) = submit(db)
+    set_job(db, job_id, queued="blocked", blocked_on="cap:agent:a")
+    assert duties.keep_caps(context) == 1
+    assert waiting(db, [job_id]) == ["ready"]
+
+
+def test_a_job_that_ran_before_there_was_any_cap_sits_there_too(db, context):
+    hand, (job_id,) = hire(db), submit(db, agent="a")
+    hand.claim(job_id)
+    put(db, context, "agent:a", 1)
+    assert duties.keep_caps(context) == 1
+    assert row(db, job_id).held_caps == '["agent:a"]'

@@ -280,6 +280,11 @@ def test_expired_leases_are_purged(db, context):
     db.write(lambda conn: conn.execute(update(schema.leases).values(expires_at=utc_shift(-1.0))))
     assert [duties.purge_leases(context), duties.purge_leases(context)] == [1, 0]
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+    # A client's token answers for a day.
+    for ended_s, kept in ((3600.0, 1), (duties.KEEP_ENDED_LEASES_S + 1, 0)):
+        db.write(lambda conn, ago=ended_s: conn.execute(update(schema.leases).values(expires_at=utc_shift(-ago))))
+        duties.purge_leases(context)
+        assert len(rows(db, schema.leases)) == kept
 
 
 def test_workers_are_forgotten_days_after_their_end(db, context, monkeypatch):

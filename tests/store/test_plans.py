@@ -4,6 +4,7 @@ The statements are those the functions send, caught on their way; nothing here r
 """
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import event, insert, text
@@ -294,8 +295,9 @@ QUESTIONS = {
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_whether_there_is_anything_to_do_is_told_by_the_first_of_it(crowded, name):
     asked, given = QUESTIONS[name]
+    about: dict[str, Any] = {"lock": "leader", "mine": 1, **given}
     engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: asked.rows(conn, lock="leader", mine=1, **given))
+    statement, parameters = first_select(engine, lambda conn: asked.rows(conn, **about))
     with engine.connect() as connection:
         plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
         connection.rollback()
