@@ -112,9 +112,7 @@ class Ingest:
     def close(self) -> None:
         """What is not acknowledged stays pending; another instance takes it over."""
         self.stop()
-        if self._thread.is_alive():
-            self._thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)
-        self._events.close()
+        self._events.ear.release(self._thread, self._settings.db_timeout_s + self._settings.redis_timeout_s)
 
     def _loop(self) -> None:
         failures = 0

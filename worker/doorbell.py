@@ -31,8 +31,7 @@ class Listener:
 
     def close(self) -> None:
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(self._settings.redis_timeout_s)
+        self._bell.ear.release(self._thread, self._settings.redis_timeout_s)
 
     def _loop(self) -> None:
         while not self._stop.is_set():

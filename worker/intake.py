@@ -87,7 +87,7 @@ class Intake:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take nothing more. Returns at once; a blocked read ends within redis_block_ms."""
+        """Take nothing more. Returns at once; a read that waits ends with `join`, or within redis_block_ms."""
         self._stop.set()
 
     @property
@@ -95,8 +95,7 @@ class Intake:
         return self._thread.is_alive()
 
     def join(self) -> None:
-        if self._thread.is_alive():
-            self._thread.join(self._settings.redis_timeout_s + self._settings.db_timeout_s)
+        self._reader.ear.release(self._thread, self._settings.redis_timeout_s + self._settings.db_timeout_s)
 
     def _loop(self) -> None:
         failures = 0

@@ -45,15 +45,15 @@ class LeaderLoop:
         self._threads = [
             threading.Thread(target=self._keep_term, name="leader-term", daemon=True),
             threading.Thread(target=self._do_duties, name="leader-duties", daemon=True),
-            threading.Thread(target=self._hear_requests, name="leader-preloads", daemon=True),
         ]
+        self._listener = threading.Thread(target=self._hear_requests, name="leader-preloads", daemon=True)
 
     @property
     def term(self) -> Term | None:
         return self._candidate.term
 
     def start(self) -> None:
-        for thread in self._threads:
+        for thread in (*self._threads, self._listener):
             thread.start()
 
     def hurry(self, duty: str) -> bool:
@@ -68,9 +68,11 @@ class LeaderLoop:
     def close(self) -> None:
         """Stop the duties, then resign."""
         self.stop()
+        patience_s = self._settings.db_timeout_s + self._settings.redis_timeout_s
+        self._preloads.ear.release(self._listener, patience_s)
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)
+                thread.join(patience_s)
         self._candidate.resign()
 
     def _keep_term(self) -> None:

@@ -21,6 +21,9 @@ Groups: `cg:inference` on the default lane, `cg:inference:POOL` on a pool's, `cg
 consumer is the id of a worker or an orchestrator, which is new at every start, so that nobody inherits entries by
 accident.
 
+Reads that wait have a connection of their own (`stream.ear`), and end when their thread is told to stop, through CLIENT
+ID and CLIENT UNBLOCK. A user who may not call those waits for the end of each such read, `redis_block_ms` at most.
+
 An entry is announced once under an id of its own. Acknowledging deletes it. A job that is announced again gets a
 new entry, so a late acknowledgement of the old one cannot hurt.
 """

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import redis
 from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection
 from redis.retry import Retry
 
 from orchestrator.errors import RedisUnavailable
 from orchestrator.settings import Settings, safe_url
 
 
-def connect(settings: Settings) -> redis.Redis:
-    """A client that never retries by itself.
+def connect(settings: Settings, greet: Callable[[AbstractConnection], None] | None = None) -> redis.Redis:
+    """A client that never retries by itself; `greet` is called with each new connection, instead of `on_connect`.
 
     A command whose answer got lost may have been done: repeating an XADD would announce a job twice, repeating an
     XREADGROUP would strand the entries of the first answer. Callers know what may be repeated; the client does not.
@@ -27,6 +28,7 @@ def connect(settings: Settings) -> redis.Redis:
         socket_connect_timeout=settings.redis_timeout_s,
         retry=Retry(NoBackoff(), 0),
         retry_on_error=[],
+        redis_connect_func=greet,
         protocol=2,
     )
 

@@ -11,23 +11,27 @@ import redis
 
 from orchestrator.settings import Settings
 from orchestrator.stream.client import named_errors
+from orchestrator.stream.ear import Ear
 
 #: Entries that are kept for people who want to see who rang.
 LENGTH = 1000
 
 
+def ring(client: redis.Redis, settings: Settings, what: str) -> None:
+    """Raises RedisUnavailable."""
+    with named_errors(settings, client):
+        client.xadd(_key(settings), {"what": what}, maxlen=LENGTH, approximate=True)
+
+
 class Doorbell:
-    """Raises RedisUnavailable when Redis does not answer."""
+    """For one who listens. Raises RedisUnavailable when Redis does not answer."""
 
-    def __init__(self, client: redis.Redis, settings: Settings) -> None:
-        self._client = client
+    def __init__(self, ear: Ear, settings: Settings) -> None:
+        self.ear = ear
+        self._client = ear.client
         self._settings = settings
-        self._key = f"{settings.stream_prefix}control"
+        self._key = _key(settings)
         self._heard: str | None = None
-
-    def ring(self, what: str) -> None:
-        with named_errors(self._settings, self._client):
-            self._client.xadd(self._key, {"what": what}, maxlen=LENGTH, approximate=True)
 
     def listen(self, block_ms: int) -> bool:
         """Whether somebody rang since the last call; waits up to `block_ms` for it."""
@@ -42,3 +46,7 @@ class Doorbell:
     def _latest(self) -> str:
         rows: Any = self._client.xrevrange(self._key, count=1)
         return str(rows[0][0].decode()) if rows else "0-0"
+
+
+def _key(settings: Settings) -> str:
+    return f"{settings.stream_prefix}control"

@@ -11,10 +11,11 @@ import redis
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
-from orchestrator.stream.doorbell import Doorbell
+from orchestrator.stream.doorbell import Doorbell, ring
+from orchestrator.stream.ear import Ear
 from orchestrator.stream.ingest import EventStream
 from orchestrator.stream.lane import Lane, LaneReader
-from orchestrator.stream.preloads import Preloads
+from orchestrator.stream.preloads import Preloads, ask
 
 #: Dead letters kept in the stream; the rows keep them all.
 DLQ_LENGTH = 100_000
@@ -36,27 +37,27 @@ class Hub:
             return self._lanes[name]
 
     def reader(self, lane: Lane, consumer: str) -> LaneReader:
-        return LaneReader(connect(self._settings), self._settings, lane, consumer)
+        return LaneReader(self._ear(), self._settings, lane, consumer)
 
     def ring(self, what: str) -> None:
         """Make every worker look into the database now."""
-        Doorbell(self._client, self._settings).ring(what)
+        ring(self._client, self._settings, what)
 
     def doorbell(self) -> Doorbell:
         """For one who listens, on a connection of its own: listening blocks."""
-        return Doorbell(connect(self._settings), self._settings)
+        return Doorbell(self._ear(), self._settings)
 
     def ask_for_pools(self, what: str) -> None:
         """Make the leader look at the pools now."""
-        Preloads(self._client, self._settings).ask(what)
+        ask(self._client, self._settings, what)
 
     def preloads(self) -> Preloads:
         """For the leader, on a connection of its own: listening blocks."""
-        return Preloads(connect(self._settings), self._settings)
+        return Preloads(self._ear(), self._settings)
 
     def events(self, consumer: str) -> EventStream:
         """For one who turns events into jobs, on a connection of its own: reading blocks."""
-        return EventStream(connect(self._settings), self._settings, consumer)
+        return EventStream(self._ear(), self._settings, consumer)
 
     def bury(self, letters: Sequence[DeadLetter]) -> list[str]:
         """Tell whoever watches the dead-letter stream; the id of each letter's entry."""
@@ -102,3 +103,6 @@ class Hub:
 
     def close(self) -> None:
         self._client.close()
+
+    def _ear(self) -> Ear:
+        return Ear(self._settings, self._client)

@@ -15,6 +15,7 @@ import redis
 from orchestrator.settings import Settings
 from orchestrator.stream import groups
 from orchestrator.stream.client import named_errors
+from orchestrator.stream.ear import Ear
 from orchestrator.stream.groups import text
 
 log = logging.getLogger(__name__)
@@ -36,13 +37,14 @@ class Delivery(NamedTuple):
 class EventStream:
     """The reading side of one orchestrator, on a connection of its own. Raises RedisUnavailable."""
 
-    def __init__(self, client: redis.Redis, settings: Settings, consumer: str) -> None:
-        self._client = client
+    def __init__(self, ear: Ear, settings: Settings, consumer: str) -> None:
+        self.ear = ear
+        self._client = ear.client
         self._settings = settings
         self._key = f"{settings.stream_prefix}ingest_events"
         self._consumer = consumer
         self._cursor = "0-0"
-        self._forget = client.register_script(groups.FORGET_CONSUMER)
+        self._forget = ear.client.register_script(groups.FORGET_CONSUMER)
 
     def read(self, count: int, block_ms: int) -> list[Delivery]:
         """Up to `count` new events; waits at most `block_ms` for the first.
@@ -102,9 +104,6 @@ class EventStream:
         with named_errors(self._settings, self._client):
             for consumer in groups.idle_consumers(self._client, self._key, GROUP, CONSUMER_IDLE_MS):
                 self._forget(keys=[self._key], args=[GROUP, consumer])
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def _deliveries(rows: Iterable[tuple[Any, Any]]) -> list[Delivery]:

@@ -18,6 +18,7 @@ from orchestrator.names import is_name
 from orchestrator.settings import Settings
 from orchestrator.stream import groups
 from orchestrator.stream.client import named_errors
+from orchestrator.stream.ear import Ear
 from orchestrator.stream.groups import text
 
 log = logging.getLogger(__name__)
@@ -265,15 +266,16 @@ class Lane:
 class LaneReader:
     """The reading side of one worker, on a connection of its own: a blocked read would hold up everyone else."""
 
-    def __init__(self, client: redis.Redis, settings: Settings, lane: Lane, consumer: str) -> None:
-        self._client = client
+    def __init__(self, ear: Ear, settings: Settings, lane: Lane, consumer: str) -> None:
+        self.ear = ear
+        self._client = ear.client
         self._settings = settings
         self._lane = lane
         self._consumer = consumer
         # After a broken connection an answer may have been lost on the way: its entries are ours, and pending.
         self._look_back = True
         self._grouped = False
-        self._fitting = client.register_script(_READ_FITTING)
+        self._fitting = ear.client.register_script(_READ_FITTING)
 
     def look_back(self) -> None:
         """The next read begins with what was delivered to this consumer and not acknowledged."""

@@ -13,6 +13,7 @@ import redis
 from orchestrator.settings import Settings
 from orchestrator.stream import groups
 from orchestrator.stream.client import named_errors
+from orchestrator.stream.ear import Ear
 
 GROUP = "cg:preloads:workers"
 #: Requests that are kept while nobody leads.
@@ -21,18 +22,21 @@ LENGTH = 1000
 COUNT = 100
 
 
+def ask(client: redis.Redis, settings: Settings, pool_id: str) -> None:
+    """Raises RedisUnavailable."""
+    with named_errors(settings, client):
+        client.xadd(_key(settings), {"pool_id": pool_id}, maxlen=LENGTH, approximate=True)
+
+
 class Preloads:
-    """Raises RedisUnavailable when Redis does not answer."""
+    """For the leader, who listens. Raises RedisUnavailable when Redis does not answer."""
 
-    def __init__(self, client: redis.Redis, settings: Settings) -> None:
-        self._client = client
+    def __init__(self, ear: Ear, settings: Settings) -> None:
+        self.ear = ear
+        self._client = ear.client
         self._settings = settings
-        self._key = f"{settings.stream_prefix}preloads"
+        self._key = _key(settings)
         self._grouped = False
-
-    def ask(self, pool_id: str) -> None:
-        with named_errors(self._settings, self._client):
-            self._client.xadd(self._key, {"pool_id": pool_id}, maxlen=LENGTH, approximate=True)
 
     def take(self, consumer: str, block_ms: int) -> int:
         """How many requests there were since the last call; waits up to `block_ms` for the first."""
@@ -51,3 +55,7 @@ class Preloads:
         ids = [entry_id for _key, rows in answer for entry_id, _fields in rows]
         groups.acknowledge(self._client, self._key, GROUP, ids)
         return len(ids)
+
+
+def _key(settings: Settings) -> str:
+    return f"{settings.stream_prefix}preloads"

@@ -1,6 +1,7 @@
 """Events become jobs: once each, whoever dies; poison goes to the dead letters and holds up nobody."""
 
 import json
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -163,7 +164,7 @@ def test_a_dead_readers_events_are_taken_over(db, raw, hire_reader, hub, config)
     ids = [send(raw, event_id=str(n)) for n in range(3)]
     dead = hub.events("dead")
     dead.read(10, 20)
-    dead.close()
+    dead.ear.close()
     second.step()
     assert jobs(db) == {}
     raw.xclaim(KEY, GROUP, "dead", 0, ids, idle=config.claim_idle_ms, justid=True)
@@ -352,3 +353,17 @@ def test_an_orchestrator_that_stops_does_not_wait_for_one_listener_after_the_oth
     orchestrator.start()
     orchestrator.close()
     assert told == [True]
+
+
+def test_an_orchestrator_that_stops_does_not_wait_until_its_listeners_have_heard_enough(
+    db_url, redis_url, raw, settings
+):
+    """Both listen to Redis for a minute: ingest for events, the leader for pools."""
+    times = {"redis_block_ms": 60_000, "redis_timeout_s": 90.0, "claim_idle_ms": 600_000}
+    orchestrator = Orchestrator(settings(database_url=db_url, redis_url=redis_url, **times))
+    orchestrator.start()
+    wait_until(lambda: raw.info("clients")["blocked_clients"] == 2, what="both listen")
+    begun = time.monotonic()
+    orchestrator.close()
+    assert time.monotonic() - begun < 30
+    assert raw.info("clients")["blocked_clients"] == 0

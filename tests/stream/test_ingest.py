@@ -25,14 +25,14 @@ def events(hub):
     opened = hub.events("one")
     opened.read(1, 1)
     yield opened
-    opened.close()
+    opened.ear.close()
 
 
 @pytest.fixture
 def other(hub):
     opened = hub.events("two")
     yield opened
-    opened.close()
+    opened.ear.close()
 
 
 def test_names_are_those_of_the_contract(raw, events):
@@ -43,7 +43,7 @@ def test_what_came_before_the_first_reader_is_read(hub, raw):
     add(raw, "early")
     events = hub.events("one")
     assert [read(events), read(events)] == [[], ["early"]]
-    events.close()
+    events.ear.close()
 
 
 def test_an_event_goes_to_one_reader(raw, events, other):
@@ -128,5 +128,5 @@ def test_a_restart_is_survived(private_server, settings):
         events.read(1, 1)
     server.start()
     wait_until(lambda: events.read(1, 20) == [], what="reading goes on")
-    events.close()
+    events.ear.close()
     hub.close()

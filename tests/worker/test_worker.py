@@ -189,6 +189,15 @@ def test_jobs_claimed_ahead_go_back_uncharged_when_slow_ones_take_the_slots(clus
     assert {end["attempts"] for end in ends} == {1} and {end["crashes"] for end in ends} == {0}
 
 
+@EMBEDDED_TOO
+def test_a_worker_that_stops_does_not_wait_until_its_listeners_have_heard_enough(cluster, raw):
+    """Both listen to Redis for a minute: one for jobs, one for the bell."""
+    # A supervisor does not wait for its posts for ever; here it waits longer than this test does.
+    worker = cluster.worker(redis_block_ms=60_000, redis_timeout_s=90.0, db_timeout_s=30.0)
+    wait_until(lambda: raw.info("clients")["blocked_clients"] == 2, what="both listen")
+    assert worker.stop(30) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_that_is_asked_to_stop_lets_a_job_finish_that_ends_soon(cluster, orchestrator, gate, number):
     worker = cluster.worker(worker_grace_s=60.0, worker_handlers=GATED)
