@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.plain import http
 from tests.processes import status
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -53,8 +53,8 @@ class Dev:
     def run(self, job_id: str) -> dict:
         """Submit an echo job and wait for its end."""
         body = {"job_id": job_id, "type": "echo", "payload": {"text": job_id}}
-        httpx.post(f"{self.url}/jobs/submit", json=body).raise_for_status()
-        return httpx.get(f"{self.url}/jobs/{job_id}?wait=30", timeout=PATIENCE_S).json()
+        http.post(f"{self.url}/jobs/submit", json=body).raise_for_status()
+        return http.get(f"{self.url}/jobs/{job_id}?wait=30", timeout=PATIENCE_S).json()
 
     def interrupt(self, number: int = signal.SIGINT) -> int:
         os.killpg(self.process.pid, number)
@@ -98,8 +98,8 @@ def alive(pids: set[int]) -> dict[int, str]:
 def sleeping_job(dev: Dev) -> None:
     """Submit a job that outlasts the test, and wait until it runs."""
     body = {"job_id": "sleeps", "type": "sleep", "payload": {"seconds": 600}}
-    httpx.post(f"{dev.url}/jobs/submit", json=body).raise_for_status()
-    runs = lambda: httpx.get(f"{dev.url}/jobs/sleeps").json()["status"] == "running"
+    http.post(f"{dev.url}/jobs/submit", json=body).raise_for_status()
+    runs = lambda: http.get(f"{dev.url}/jobs/sleeps").json()["status"] == "running"
     wait_until(runs, timeout=PATIENCE_S, what="the long job runs")
 
 
@@ -118,9 +118,9 @@ def test_ctrl_c_leaves_no_process_and_a_restart_keeps_the_jobs(start, tmp_path):
     assert "Traceback" not in first.output and first.output.count("gpuorch dev stops") == 1
 
     second = start().ready()
-    kept = httpx.get(f"{second.url}/jobs/kept").json()
+    kept = http.get(f"{second.url}/jobs/kept").json()
     assert (kept["status"], kept["result"]) == ("done", {"text": "kept"})
-    handed_back = httpx.get(f"{second.url}/jobs/sleeps").json()
+    handed_back = http.get(f"{second.url}/jobs/sleeps").json()
     assert handed_back["status"] in {"pending", "claimed", "running"} and handed_back["attempts"] <= 1
     assert second.run("after")["status"] == "done"
     assert second.interrupt(signal.SIGTERM) == 0, second.output
@@ -141,7 +141,7 @@ def test_killing_it_takes_its_children_along_and_loses_nothing(start):
     dev.kill()
     wait_until(lambda: not alive(children), timeout=PATIENCE_S, what="no child is left")
     again = start().ready()
-    assert httpx.get(f"{again.url}/jobs/kept").json()["status"] == "done"
+    assert http.get(f"{again.url}/jobs/kept").json()["status"] == "done"
     assert again.run("after")["status"] == "done"
 
 
