@@ -5,8 +5,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -19,19 +20,23 @@ pytestmark = pytest.mark.e2e
 
 #: Seconds for the whole system to start or stop on a busy two-core machine.
 PATIENCE_S = 45.0
+#: It stops within a second or two: jobs get less time to end, and whoever waits in Redis looks up more often.
+SOON = MappingProxyType({"ORCH_WORKER_GRACE_S": "1", "ORCH_REDIS_BLOCK_MS": "200"})
+#: As a user has it.
+BY_DEFAULT: Mapping[str, str] = MappingProxyType({})
 
 
 class Dev:
     """One `gpuorch dev` in a session of its own, so that a Ctrl-C can be sent to its whole group."""
 
-    def __init__(self, directory: Path, port: int, *more: str) -> None:
+    def __init__(self, directory: Path, port: int, *more: str, given: Mapping[str, str] = SOON) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / f"dev-{os.urandom(4).hex()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator", "dev", "--port", str(port), *more],
                 cwd=directory,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **given},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -70,8 +75,8 @@ class Dev:
 def start(tmp_path) -> Iterator:
     started: list[Dev] = []
 
-    def begin(*more: str, port: int | None = None) -> Dev:
-        started.append(Dev(tmp_path, port or free_port(), *more))
+    def begin(given: Mapping[str, str] = SOON) -> Dev:
+        started.append(Dev(tmp_path, free_port(), given=given))
         return started[-1]
 
     yield begin
@@ -127,7 +132,7 @@ def test_ctrl_c_leaves_no_process_and_a_restart_keeps_the_jobs(start, tmp_path):
 
 
 def test_a_closed_terminal_leaves_no_process(start):
-    dev = start().ready()
+    dev = start(BY_DEFAULT).ready()
     dev.run("done")
     children = descendants(dev.process.pid)
     assert dev.interrupt(signal.SIGHUP) == 0, dev.output

@@ -1,13 +1,11 @@
 """The trace of a job, as a real receiver gets it from real processes."""
 
-import secrets
 import signal
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.store import migrate
 from tests.plain import http
 from tests.receiver import Received, Receiver, receiving
 from tests.servers import free_port
@@ -22,13 +20,8 @@ SERVER, PRODUCER, CONSUMER = 2, 4, 5
 
 
 @pytest.fixture
-def db_url(database_url, request, open_database):
-    """Migrated, as `gpuorch serve` wants it."""
-    url = database_url
-    if not url.startswith("sqlite"):
-        url = request.getfixturevalue("mariadb").create_database(f"traced_{secrets.token_hex(4)}")
-    migrate.upgrade(open_database(url))
-    return url
+def db_url(migrated_url):
+    return migrated_url
 
 
 @pytest.fixture
