@@ -40,6 +40,7 @@ from orchestrator.cli.child import WorkerChild
 from orchestrator.client import Client
 from orchestrator.embedded import DataDir, Valkey
 from orchestrator.errors import ConfigError, Unavailable
+from orchestrator.modules import require_modules
 from orchestrator.settings import Settings
 from orchestrator.store.dialect import SCRATCH, scratch_url
 
@@ -73,7 +74,7 @@ def running(
     workers: jobs that run at the same time.
     settings: any other setting by its name, such as job_retry_max=1.
 
-    Raises ConfigError for settings that cannot be used, Unavailable when it does not start.
+    Raises ConfigError for settings that cannot be used and modules that are not there, Unavailable when nothing starts.
     """
     names = tuple(one if isinstance(one, str) else one.__name__ for one in handlers)
     backend = gpus if gpus == "none" else f"sim:{gpus}"
@@ -85,6 +86,7 @@ def running(
         valkey = Valkey(data)
         ours = {"database_url": scratch_url(str(folder)), "redis_url": valkey.url, "data_dir": folder}
         system = _validated(chosen | ours)
+        require_modules(system.worker_handlers)
         stack.callback(valkey.stop)
         valkey.start()
         shutil.copyfile(_template(), folder / SCRATCH)

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import httpx
 from sqlalchemy import func, select
 
 from orchestrator.jobs import TERMINAL
@@ -19,6 +18,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import job_reads, schema
 from orchestrator.store.database import Database
 from tests.forked import Forked
+from tests.plain import http
 from tests.processes import children
 from tests.waiting import wait_until
 
@@ -158,11 +158,7 @@ def _state(thread: Path) -> str:
     return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-#: No TLS here: a client of its own for each request would read the system's certificate authorities each time.
-_PLAIN = httpx.Client(timeout=30, trust_env=False, verify=False)  # noqa: S501
-
-
 def post(url: str, path: str, body: Any) -> dict[str, Any]:
-    answer = _PLAIN.post(f"{url}{path}", json=body)
+    answer = http.post(f"{url}{path}", json=body)
     answer.raise_for_status()
     return dict(answer.json())

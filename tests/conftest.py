@@ -208,6 +208,28 @@ def sqlite_with_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def mariadb_migrated(mariadb: MariaDB) -> Iterator[Database]:
+    """Made by migrations, which take seconds: once for those who need them, not for each."""
+    from orchestrator.store import migrate
+
+    database = Database(Settings(**SHORT, database_url=mariadb.create_database("orchestrator_migrated")))
+    migrate.upgrade(database)
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="session")
+def sqlite_migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from orchestrator.store import migrate
+
+    path = tmp_path_factory.mktemp("migrated") / "orchestrator.db"
+    database = Database(Settings(**SHORT, database_url=f"sqlite:///{path}"))
+    migrate.upgrade(database)
+    database.close()
+    return path
+
+
 #: Which tables have rows: one question instead of one statement for each table, of which a test writes few.
 _WRITTEN = text(
     " UNION ALL ".join(f"SELECT '{name}' WHERE EXISTS (SELECT 1 FROM {name})" for name in schema.metadata.tables)
@@ -243,6 +265,17 @@ def db_url(database_url: str, request: pytest.FixtureRequest) -> str:
     else:
         empty(request.getfixturevalue("mariadb_with_tables"))
     return database_url
+
+
+@pytest.fixture
+def migrated_url(database_url: str, request: pytest.FixtureRequest) -> str:
+    """Like `db_url`, and as `gpuorch serve` wants it: with the version of its tables."""
+    if database_url.startswith("sqlite"):
+        copyfile(request.getfixturevalue("sqlite_migrated"), database_url.removeprefix("sqlite:///"))
+        return database_url
+    database: Database = request.getfixturevalue("mariadb_migrated")
+    empty(database)
+    return database.settings.database_url
 
 
 @pytest.fixture

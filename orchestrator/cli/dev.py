@@ -24,6 +24,7 @@ from orchestrator.client.paths import DEFAULT_URL, URL_VARIABLE
 from orchestrator.config import Loaded
 from orchestrator.embedded import DataDir, Valkey
 from orchestrator.errors import ConfigError
+from orchestrator.modules import require_modules
 from orchestrator.settings import Settings
 from orchestrator.store import migrate
 from orchestrator.telemetry import logs
@@ -54,6 +55,7 @@ def dev(loaded: Loaded) -> None:
 
 def _run(loaded: Loaded) -> None:
     _note_unused(loaded)
+    require_modules(loaded.settings.worker_handlers)
     _require_free_port(loaded.settings)
     with ExitStack() as running:
         settings = running.enter_context(own_servers(loaded))

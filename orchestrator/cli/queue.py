@@ -177,8 +177,10 @@ def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: 
     from orchestrator.cli.dev import own_servers
     from orchestrator.cli.draining import run_here
     from orchestrator.cli.servers import stop_on_sigterm
+    from orchestrator.modules import require_modules
     from orchestrator.telemetry import logs
 
+    require_modules(loaded.settings.worker_handlers)
     stop_on_sigterm()
     with ExitStack() as servers:
         settings = loaded.settings

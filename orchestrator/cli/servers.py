@@ -15,6 +15,7 @@ from orchestrator.cli.schema import opened, require_schema
 from orchestrator.config import Loaded
 from orchestrator.errors import Unavailable
 from orchestrator.identity import node_id
+from orchestrator.modules import require_modules
 from orchestrator.settings import Settings
 from orchestrator.telemetry import logs
 
@@ -43,6 +44,7 @@ def worker(loaded: Loaded) -> int:
     from worker.supervisor import run
 
     logs.configure(loaded.settings, node_id=node_id(loaded.settings))
+    require_modules(loaded.settings.worker_handlers)
     _require_tables(loaded.settings)
     # Handlers are found beside the person who starts the worker, as with `python -m`.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a text, as sys.path holds

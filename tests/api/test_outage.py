@@ -17,6 +17,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings
 from tests.api.conftest import Running
 from tests.factories import gpu, hire
+from tests.plain import http
 from tests.servers import MariaDB, Redis
 from tests.waiting import wait_until
 
@@ -133,9 +134,9 @@ def test_serve_reports_its_port_and_closes_in_order(
 ) -> None:
     with served(settings(database_url=db_url, redis_url=redis_server.url, port=0)) as (process, url):
         assert url.startswith("http://127.0.0.1:") and not url.endswith(":0")
-        job = httpx.post(f"{url}/jobs/submit", json=JOB, trust_env=False)
+        job = http.post(f"{url}/jobs/submit", json=JOB)
         assert job.status_code == 202
-        wait_until(lambda: httpx.get(f"{url}/control/leader", trust_env=False).json()["alive"], what="it leads")
+        wait_until(lambda: http.get(f"{url}/control/leader").json()["alive"], what="it leads")
         process.send_signal(number)
         assert process.wait(20) == 0
         assert process.stdout is not None

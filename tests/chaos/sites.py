@@ -20,6 +20,7 @@ from orchestrator.settings import Settings
 from tests.chaos.clock import Clock
 from tests.chaos.history import Recorder
 from tests.cluster import Member
+from tests.plain import http
 from tests.proxy import Proxy
 from tests.servers import MariaDB, Redis, free_port
 from tests.waiting import wait_until
@@ -228,7 +229,7 @@ class Sites:
     def healthy(self) -> bool:
         """Whether every process is up, and every orchestrator says it is ready."""
         try:
-            ready = [httpx.get(f"{site.url}/readyz", timeout=5).status_code == 200 for site in self.orchestrators]
+            ready = [http.get(f"{site.url}/readyz", timeout=5).status_code == 200 for site in self.orchestrators]
         except httpx.HTTPError:
             return False
         return all(ready) and all(site.alive for site in self.all)

@@ -452,7 +452,8 @@ def test_nobody_waits_for_a_server_that_never_answered(connect: Callable[..., An
 
 @contextmanager
 def restartable(settings: Settings, tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(settings.model_copy(update={"database_url": f"sqlite:///{tmp_path / 'cluster.db'}"}), tmp_path)
+    own = settings.model_copy(update={"database_url": f"sqlite:///{tmp_path / 'cluster.db'}"})
+    cluster = Cluster(own, tmp_path, forked=True)
     try:
         migrate.upgrade(cluster.db)
         yield cluster

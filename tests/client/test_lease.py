@@ -279,7 +279,7 @@ def test_heartbeats_come_while_the_block_hogs_the_interpreter(server: Orchestrat
 def test_a_restart_of_the_server_within_the_time_to_live_loses_nothing(cluster_settings, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("orchestrator.client.keeper.BEAT", 1 / 20)  # soon, and yet time for a restart
     settings = cluster_settings.model_copy(update={"database_url": f"sqlite:///{tmp_path / 'cluster.db'}"})
-    cluster = Cluster(settings, tmp_path)
+    cluster = Cluster(settings, tmp_path, forked=True)
     try:
         migrate.upgrade(cluster.db)
         node = hire(cluster.db, gpu(0), node=NODE)

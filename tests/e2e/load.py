@@ -7,13 +7,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
 from sqlalchemy import text
 
 from orchestrator.children import dying_with_parent
 from orchestrator.jobs import TERMINAL
 from orchestrator.store import schema
 from tests.cluster import Cluster, Member, post
+from tests.plain import http
 from tests.servers import Redis, find_binary
 from tests.waiting import wait_until
 
@@ -173,7 +173,7 @@ class Load:
     def submit_too_much(self) -> None:
         self._put("/policies/agents/greedy", {"rate": 0.001, "burst": ALLOWED})
         bodies = [job(f"greedy-{n}", "echo", agent="greedy") for n in range(GREEDY)]
-        answers = [httpx.post(f"{self.urls[0]}/jobs/submit", json=body).status_code for body in bodies]
+        answers = [http.post(f"{self.urls[0]}/jobs/submit", json=body).status_code for body in bodies]
         assert Counter(answers) == {202: ALLOWED, 429: GREEDY_REFUSED}
 
     def change_minds(self) -> None:
@@ -202,10 +202,10 @@ class Load:
         return self.cluster.db.read(lambda conn: conn.execute(text(statement)).scalar())
 
     def ask(self, url: str, path: str) -> Body:
-        return dict(httpx.get(f"{url}{path}").raise_for_status().json())
+        return dict(http.get(f"{url}{path}").raise_for_status().json())
 
     def _put(self, path: str, body: Body) -> None:
-        httpx.put(f"{self.urls[0]}{path}", json=body).raise_for_status()
+        http.put(f"{self.urls[0]}{path}", json=body).raise_for_status()
 
     def close(self) -> None:
         if self._client is not None:

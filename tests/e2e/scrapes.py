@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.truth import Reading
+from tests.plain import http
 from tests.servers import Prometheus
 
 PREFIX = "gpu_orchestrator_"
@@ -19,7 +19,7 @@ Scrape = dict[str, Reading]
 
 def of_instance(url: str) -> Scrape:
     found: Scrape = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").raise_for_status().text):
+    for family in text_string_to_metric_families(http.get(f"{url}/metrics").raise_for_status().text):
         for sample in family.samples:
             if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
                 found.setdefault(sample.name.removeprefix(PREFIX), {})[key(sample.labels)] = float(sample.value)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from sqlalchemy import func, select
 
@@ -15,6 +14,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import migrate, schema
 from orchestrator.stream.hub import Hub
 from tests.cluster import Cluster, post
+from tests.plain import http
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -63,7 +63,7 @@ def test_ten_thousand_jobs_each_done_exactly_once(cluster):
     wait_until(lambda: cluster.count("orchestrator_leases") == 0, timeout=30, what="no lease left")
     leased = cluster.db.read(lambda conn: list(conn.execute(select(schema.gpus.c.leased_mb)).scalars()))
     assert leased == [0, 0, 0, 0]
-    assert httpx.get(f"{first}/jobs/job-0-7/result").json()["result"] == {"n": 7}
+    assert http.get(f"{first}/jobs/job-0-7/result").json()["result"] == {"n": 7}
 
 
 def every_job_has(cluster: Cluster) -> dict[tuple[str, int], int]:
@@ -86,7 +86,7 @@ def test_a_killed_leader_is_followed_within_three_seconds_under_a_higher_epoch(c
     url, other = members
 
     def leader(of: str) -> dict:
-        return httpx.get(f"{of}/control/leader").json()
+        return http.get(f"{of}/control/leader").json()
 
     before = wait_until(lambda: (found := leader(url))["alive"] and found, what="a leader")
     leads = url if before["holder"] == leader(url)["self"] else other

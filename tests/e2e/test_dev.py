@@ -5,12 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-import httpx
 import pytest
 
+from tests.plain import http
 from tests.processes import status
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -19,19 +20,23 @@ pytestmark = pytest.mark.e2e
 
 #: Seconds for the whole system to start or stop on a busy two-core machine.
 PATIENCE_S = 45.0
+#: It stops within a second or two: jobs get less time to end, and whoever waits in Redis looks up more often.
+SOON = MappingProxyType({"ORCH_WORKER_GRACE_S": "1", "ORCH_REDIS_BLOCK_MS": "200"})
+#: As a user has it.
+BY_DEFAULT: Mapping[str, str] = MappingProxyType({})
 
 
 class Dev:
     """One `gpuorch dev` in a session of its own, so that a Ctrl-C can be sent to its whole group."""
 
-    def __init__(self, directory: Path, port: int, *more: str) -> None:
+    def __init__(self, directory: Path, port: int, *more: str, given: Mapping[str, str] = SOON) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / f"dev-{os.urandom(4).hex()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator", "dev", "--port", str(port), *more],
                 cwd=directory,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **given},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -53,8 +58,8 @@ class Dev:
     def run(self, job_id: str) -> dict:
         """Submit an echo job and wait for its end."""
         body = {"job_id": job_id, "type": "echo", "payload": {"text": job_id}}
-        httpx.post(f"{self.url}/jobs/submit", json=body).raise_for_status()
-        return httpx.get(f"{self.url}/jobs/{job_id}?wait=30", timeout=PATIENCE_S).json()
+        http.post(f"{self.url}/jobs/submit", json=body).raise_for_status()
+        return http.get(f"{self.url}/jobs/{job_id}?wait=30", timeout=PATIENCE_S).json()
 
     def interrupt(self, number: int = signal.SIGINT) -> int:
         os.killpg(self.process.pid, number)
@@ -70,8 +75,8 @@ class Dev:
 def start(tmp_path) -> Iterator:
     started: list[Dev] = []
 
-    def begin(*more: str, port: int | None = None) -> Dev:
-        started.append(Dev(tmp_path, port or free_port(), *more))
+    def begin(given: Mapping[str, str] = SOON) -> Dev:
+        started.append(Dev(tmp_path, free_port(), given=given))
         return started[-1]
 
     yield begin
@@ -98,8 +103,8 @@ def alive(pids: set[int]) -> dict[int, str]:
 def sleeping_job(dev: Dev) -> None:
     """Submit a job that outlasts the test, and wait until it runs."""
     body = {"job_id": "sleeps", "type": "sleep", "payload": {"seconds": 600}}
-    httpx.post(f"{dev.url}/jobs/submit", json=body).raise_for_status()
-    runs = lambda: httpx.get(f"{dev.url}/jobs/sleeps").json()["status"] == "running"
+    http.post(f"{dev.url}/jobs/submit", json=body).raise_for_status()
+    runs = lambda: http.get(f"{dev.url}/jobs/sleeps").json()["status"] == "running"
     wait_until(runs, timeout=PATIENCE_S, what="the long job runs")
 
 
@@ -118,16 +123,16 @@ def test_ctrl_c_leaves_no_process_and_a_restart_keeps_the_jobs(start, tmp_path):
     assert "Traceback" not in first.output and first.output.count("gpuorch dev stops") == 1
 
     second = start().ready()
-    kept = httpx.get(f"{second.url}/jobs/kept").json()
+    kept = http.get(f"{second.url}/jobs/kept").json()
     assert (kept["status"], kept["result"]) == ("done", {"text": "kept"})
-    handed_back = httpx.get(f"{second.url}/jobs/sleeps").json()
+    handed_back = http.get(f"{second.url}/jobs/sleeps").json()
     assert handed_back["status"] in {"pending", "claimed", "running"} and handed_back["attempts"] <= 1
     assert second.run("after")["status"] == "done"
     assert second.interrupt(signal.SIGTERM) == 0, second.output
 
 
 def test_a_closed_terminal_leaves_no_process(start):
-    dev = start().ready()
+    dev = start(BY_DEFAULT).ready()
     dev.run("done")
     children = descendants(dev.process.pid)
     assert dev.interrupt(signal.SIGHUP) == 0, dev.output
@@ -141,7 +146,7 @@ def test_killing_it_takes_its_children_along_and_loses_nothing(start):
     dev.kill()
     wait_until(lambda: not alive(children), timeout=PATIENCE_S, what="no child is left")
     again = start().ready()
-    assert httpx.get(f"{again.url}/jobs/kept").json()["status"] == "done"
+    assert http.get(f"{again.url}/jobs/kept").json()["status"] == "done"
     assert again.run("after")["status"] == "done"
 
 

@@ -5,7 +5,6 @@ import re
 import secrets
 from pathlib import Path
 
-import httpx
 import pymysql
 import pytest
 
@@ -13,6 +12,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import migrate
 from tests.cluster import Cluster, post
 from tests.conftest import SHORT
+from tests.plain import http
 from tests.servers import MariaDB, Redis
 from tests.waiting import wait_until
 
@@ -73,7 +73,7 @@ def test_no_output_holds_a_secret_or_a_payload_whatever_goes_wrong(cluster, mari
 
     def submit(job_id, type="echo", payload=secret, **fields):
         body = {"job_id": job_id, "type": type, "payload": payload} | fields
-        assert httpx.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT).status_code == 202
+        assert http.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT).status_code == 202
 
     # The ordinary life, and every bad end; with either of the two.
     for mark, lane in (("", {}), ("-twin", {"pool_id": "twin"})):
@@ -101,7 +101,7 @@ def test_no_output_holds_a_secret_or_a_payload_whatever_goes_wrong(cluster, mari
     post(url, f"/leases/{lease['token']}/heartbeat", None)
     post(url, f"/leases/{lease['token']}/release", None)
     headers = {"Authorization": f"Bearer {marks['error']}"}
-    httpx.post(f"{url}/jobs/submit", json={"type": "x", "payload": marks["payload"]}, headers=headers)
+    http.post(f"{url}/jobs/submit", json={"type": "x", "payload": marks["payload"]}, headers=headers)
 
     # Statements that fail with values in them, on both sides; then no database at all.
     execute(mariadb, "RENAME TABLE orchestrator.orchestrator_results TO orchestrator.hidden")
@@ -112,13 +112,13 @@ def test_no_output_holds_a_secret_or_a_payload_whatever_goes_wrong(cluster, mari
     execute(mariadb, "RENAME TABLE orchestrator.hidden TO orchestrator.orchestrator_results")
     execute(mariadb, "RENAME TABLE orchestrator.orchestrator_jobs TO orchestrator.hidden")
     body = {"job_id": "refused", "type": "echo", "payload": secret}
-    assert httpx.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT, timeout=30).status_code >= 500
+    assert http.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT).status_code >= 500
     execute(mariadb, "RENAME TABLE orchestrator.hidden TO orchestrator.orchestrator_jobs")
     mariadb.kill()
-    assert httpx.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT, timeout=30).status_code == 503
+    assert http.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT).status_code == 503
     mariadb.start()
     wait_until(
-        lambda: httpx.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT, timeout=30).status_code == 202,
+        lambda: http.post(f"{url}/jobs/submit", json=body, headers=TRACEPARENT).status_code == 202,
         what="a submit",
     )
     cluster.wait_for("refused", "done")

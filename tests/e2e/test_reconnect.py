@@ -23,6 +23,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import migrate, schema
 from tests.cluster import Cluster, Member
 from tests.conftest import SHORT, new_server
+from tests.plain import http
 from tests.proxy import Proxy
 from tests.servers import MariaDB, Redis, free_port
 from tests.waiting import wait_until
@@ -57,7 +58,7 @@ class Load:
         #: Status, code and seconds of each answer.
         self.answers: list[tuple[int, str, float]] = []
         self._name = name
-        self._http = httpx.Client(base_url=url, timeout=30, trust_env=False)
+        self._http = httpx.Client(base_url=url, timeout=30, trust_env=False, verify=False)  # noqa: S501
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._submit, name="load")
 
@@ -133,7 +134,7 @@ class System:
                 cursor.execute(statement)
 
     def get(self, path: str) -> dict[str, Any]:
-        answer = httpx.get(self.url + path, timeout=30, trust_env=False)
+        answer = http.get(self.url + path)
         return {"http": answer.status_code, **answer.json()}
 
     # ── what must be seen ───────────────────────────────────────────────────────────────────────────────────

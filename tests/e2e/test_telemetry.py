@@ -76,7 +76,7 @@ def cluster(mariadb, redis, tmp_path: Path) -> Iterator[Cluster]:
         gpu_release_s=2.0,
         redis_timeout_s=2.5,
     )
-    opened = Cluster(given, tmp_path)
+    opened = Cluster(given, tmp_path, forked=True)
     migrate.upgrade(opened.db)
     yield opened
     opened.close()

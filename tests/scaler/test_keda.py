@@ -12,6 +12,7 @@ import redis
 
 from orchestrator.store import schema
 from tests.cluster import Cluster, Member, post
+from tests.plain import http
 from tests.scaler.keda import ScaledObject, Trigger
 from tests.scaler.manifests import environment, scaled_object, worker_pod
 from tests.waiting import wait_until
@@ -40,7 +41,7 @@ class Deployment:
     def says(self) -> dict:
         """Nothing, where KEDA would see an error."""
         try:
-            answer = httpx.get(self._where, timeout=10)
+            answer = http.get(self._where, timeout=10)
         except httpx.TransportError:
             return {}
         return answer.json() if answer.status_code == 200 else {}
@@ -124,7 +125,7 @@ def test_replicas_follow_the_backlog_from_zero_and_back_to_zero(cluster, tmp_pat
     wait_until(lambda: embed.says()["workers"] == 0, what="nobody left")
 
     # Nobody paid for any of this with an attempt.
-    jobs = httpx.get(f"{url}/jobs", params={"pool_id": "embed", "limit": 200}).json()["jobs"]
+    jobs = http.get(f"{url}/jobs", params={"pool_id": "embed", "limit": 200}).json()["jobs"]
     assert {(job["status"], job["attempts"], job["crashes"]) for job in jobs} == {("done", 1, 0)}
     assert len(jobs) == 132
 

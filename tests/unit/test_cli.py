@@ -235,6 +235,21 @@ def test_migrate_and_what_refuses_to_run_before(capsys):
     assert "nobody leads" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [["worker"], ["dev"], ["queue", "run", "--drain"]])
+def test_handlers_that_do_not_exist_are_refused_before_anything_starts(arguments, tmp_path, capsys):
+    assert run([*arguments, "--handlers", "no_such_module"]) == 1
+    told = capsys.readouterr()
+    assert told.err.startswith("gpuorch: worker_handlers = 'no_such_module': there is no module") and not told.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_handlers_beside_the_person_who_starts_a_worker_are_found(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "beside_me.py").write_text("raise RuntimeError('a supervisor imports no handlers')\n")
+    assert run(["worker", "--handlers", "beside_me"]) == 1
+    assert "gpuorch migrate" in capsys.readouterr().err  # it came as far as the database
+
+
 def test_a_database_that_is_away_is_3_and_keeps_its_password(capsys):
     assert run(["migrate", "--database-url", SECRET_URL]) == 3
     errors = capsys.readouterr().err

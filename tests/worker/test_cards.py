@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 from sqlalchemy import select
 
@@ -20,6 +19,7 @@ from orchestrator.store import audit, schema
 from tests.api.conftest import running
 from tests.cluster import Cluster, Member, post
 from tests.gpu.driver import Driver
+from tests.plain import http
 from tests.processes import gone
 from tests.waiting import wait_until
 
@@ -217,7 +217,7 @@ def test_a_job_whose_card_is_lost_runs_again_on_another_and_its_history_says_why
     lost = node.gpu(first.device)
     assert (lost.health, lost.leased_mb) == ("lost", 0)
     assert node.gpu(second.device).quarantined_at is None
-    answer = httpx.post(f"{node.url}/leases/{neighbour['token']}/heartbeat")
+    answer = http.post(f"{node.url}/leases/{neighbour['token']}/heartbeat")
     if neighbour["gpu_uuid"] == first.device:
         assert answer.status_code == 410 and "lost" in answer.text
     else:
@@ -230,9 +230,9 @@ def test_the_leases_of_clients_on_a_lost_card_are_revoked_with_the_reason(node, 
     assert {lease["gpu_uuid"] for lease in held} == set(CARDS)
     node.cards.lose(CARDS[0])
     by_card = {lease["gpu_uuid"]: f"{node.url}/leases/{lease['token']}/heartbeat" for lease in held}
-    wait_until(lambda: httpx.post(by_card[CARDS[0]]).status_code == 410, what="revoked")
-    assert "fell off the bus" in httpx.post(by_card[CARDS[0]]).text
-    assert httpx.post(by_card[CARDS[1]]).status_code == 200
+    wait_until(lambda: http.post(by_card[CARDS[0]]).status_code == 410, what="revoked")
+    assert "fell off the bus" in http.post(by_card[CARDS[0]]).text
+    assert http.post(by_card[CARDS[1]]).status_code == 200
     assert (node.gpu(CARDS[0]).leased_mb, node.gpu(CARDS[1]).leased_mb) == (0, 10_000)
     assert not node.lease(9000)["granted"]
 

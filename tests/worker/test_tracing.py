@@ -1,14 +1,12 @@
 """The trace of a job, as a real receiver gets it from real processes."""
 
-import secrets
 import signal
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
-from orchestrator.store import migrate
+from tests.plain import http
 from tests.receiver import Received, Receiver, receiving
 from tests.servers import free_port
 from tests.waiting import wait_until
@@ -22,13 +20,8 @@ SERVER, PRODUCER, CONSUMER = 2, 4, 5
 
 
 @pytest.fixture
-def db_url(database_url, request, open_database):
-    """Migrated, as `gpuorch serve` wants it."""
-    url = database_url
-    if not url.startswith("sqlite"):
-        url = request.getfixturevalue("mariadb").create_database(f"traced_{secrets.token_hex(4)}")
-    migrate.upgrade(open_database(url))
-    return url
+def db_url(migrated_url):
+    return migrated_url
 
 
 @pytest.fixture
@@ -47,7 +40,7 @@ def url(cluster, receiver):
 
 
 def submit(url: str, body: dict, **headers: str) -> str:
-    answer = httpx.post(f"{url}/jobs/submit", json={"payload": {}} | body, headers=headers, timeout=30)
+    answer = http.post(f"{url}/jobs/submit", json={"payload": {}} | body, headers=headers)
     answer.raise_for_status()
     return str(answer.json()["job_id"])
 
@@ -108,7 +101,7 @@ def test_every_end_has_its_tree(cluster, url, receiver, gate):
         cluster.wait_for(job_id, status)
     cancelled = submit(url, {"type": "gated", "payload": {"gate": str(gate)}})
     cluster.wait_for(cancelled, "running")
-    httpx.post(f"{url}/jobs/{cancelled}/cancel", timeout=30).raise_for_status()
+    http.post(f"{url}/jobs/{cancelled}/cancel").raise_for_status()
     cluster.wait_for(cancelled, "cancelled")
 
     for job_id in (done, skipped, failed, cancelled):
@@ -147,7 +140,7 @@ def test_jobs_of_one_call_have_a_span_each(cluster, url, receiver, tmp_path):
     bodies = [
         {"type": "traced-batch", "payload": {"seen": str(seen), "bad": n == 1}, "max_attempts": 1} for n in range(3)
     ]
-    answer = httpx.post(f"{url}/jobs/submit_batch", json={"jobs": bodies}, timeout=30).json()
+    answer = http.post(f"{url}/jobs/submit_batch", json={"jobs": bodies}).json()
     ids = [one["job_id"] for one in answer["jobs"]]
     for job_id, status in zip(ids, ("done", "dead_letter", "done"), strict=True):
         cluster.wait_for(job_id, status)
