@@ -112,14 +112,16 @@ def test_one_who_was_replaced_does_nothing(db, context, config):
     assert flow(db)["status"] == "running"
 
 
-def test_a_mark_whose_tasks_are_gone_is_told_and_frames_of_nobody_are_deleted(db, context):
-    """Each is looked for by itself: neither needs the other to be seen."""
+def test_a_mark_whose_tasks_are_gone_fails_its_workflow(db, context):
     create(db, task("a"))
     mark = {"job_id": "w.a", "attempt": 1, "workflow_id": "w", "remaining": 1}
     db.write(lambda conn: conn.execute(insert(schema.spawns), mark))
     db.write(lambda conn: conn.execute(update(schema.workflows).values(total=2)))
     duties.tend_workflows(context)
     assert flow(db)["status"] == "failed" and rows(db, schema.spawns) == []
+
+
+def test_tasks_that_nobody_will_make_jobs_of_are_deleted_where_no_workflow_is(db, context):
     db.write(lambda conn: spawning.stage(conn, "nobody", 1, 0, "[]"))
     assert duties.tend_workflows(context) == 1
     assert rows(db, schema.task_stages) == []
