@@ -46,17 +46,17 @@ class Hot:
         self._build = build
         self._compiled: dict[tuple[str, int], _Compiled] = {}
 
-    def run(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> int:
+    def run(self, conn: Connection, ids: Sequence[str | int] = (), **scalars: Any) -> int:
         """How many rows it matched."""
         compiled = self._for(conn, ids, scalars)
         return _execute(conn, compiled.sql, compiled.fill(ids, scalars))[0]
 
-    def rows(self, conn: Connection, ids: Sequence[str] = (), **scalars: Any) -> Sequence[Sequence[Any]]:
+    def rows(self, conn: Connection, ids: Sequence[str | int] = (), **scalars: Any) -> Sequence[Sequence[Any]]:
         """What a SELECT finds, its columns of the types that they have in the schema."""
         compiled = self._for(conn, ids, scalars)
         return compiled.convert(_execute(conn, compiled.sql, compiled.fill(ids, scalars))[1])
 
-    def _for(self, conn: Connection, ids: Sequence[str], scalars: Mapping[str, Any]) -> _Compiled:
+    def _for(self, conn: Connection, ids: Sequence[str | int], scalars: Mapping[str, Any]) -> _Compiled:
         # Few sizes, so few texts; the last id stands in for the missing.
         size = 1 << (len(ids) - 1).bit_length() if ids else 0
         key = (conn.dialect.name, size)
@@ -83,7 +83,7 @@ class _Compiled:
         self._names = names
         self._processors = _result_processors(statement, conn.dialect) if isinstance(statement, Select) else {}
 
-    def fill(self, ids: Sequence[str], scalars: Mapping[str, Any]) -> Parameters:
+    def fill(self, ids: Sequence[str | int], scalars: Mapping[str, Any]) -> Parameters:
         padded = [*ids, *list(ids[-1:]) * (len(self._names) - len(ids))]
         values = {**self._constants, **scalars, **dict(zip(self._names, padded, strict=True))}
         return values if self._order is None else tuple(values[name] for name in self._order)

@@ -16,8 +16,11 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Float,
+    Integer,
+    Select,
     Subquery,
     and_,
+    bindparam,
     case,
     func,
     insert,
@@ -30,7 +33,7 @@ from sqlalchemy import (
 
 from orchestrator import tallies as rules
 from orchestrator.store.dialect import clock, json_field, largest, seconds_between, seconds_since, upsert, walking
-from orchestrator.store.hot import Hot, some_at_a_time
+from orchestrator.store.hot import Hot, Listed, among, some_at_a_time
 from orchestrator.store.schema import audit, jobs, results, tallies, tally_cursor
 from orchestrator.tallies import BOUNDS, SUBMITS, Group, Hole, Ids, Times, Totals
 
@@ -126,7 +129,7 @@ def _newest(conn: Connection) -> int:
 # ── which ids are there ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _within(ranges: Sequence[Hole | Ids]) -> ColumnElement[bool]:
+def _within(ranges: Sequence[Hole]) -> ColumnElement[bool]:
     return or_(*[audit.c.id.between(ids.first, ids.last) for ids in ranges])
 
 
@@ -158,15 +161,22 @@ def _add(conn: Connection, found: Sequence[Ids]) -> None:
         upsert(conn, tallies, some, lambda new: {"value": tallies.c.value + new.value})
 
 
-def _groups(conn: Connection, ranges: Sequence[Any]) -> list[Group]:
-    each = _measured(ranges)
+def _groups(conn: Connection, ranges: Sequence[Ids]) -> list[Group]:
+    ends = [end for ids in ranges for end in (ids.first, ids.last)]
+    return [_group(*row) for row in _GROUPED.rows(conn, ends, most=sum(ids.last - ids.first + 1 for ids in ranges))]
+
+
+def _grouped(ends: Listed) -> Select[Any]:
+    each = _measured(ends)
     keys = (each.c.event_type, each.c.type, each.c.kind, each.c.reclaimed)
     times = (each.c.latency, each.c.wait, each.c.run)
     buckets = [_bucket(seconds).label(f"{seconds.name}_bucket") for seconds in times]
-    query = select(
-        *keys, func.count(), func.min(each.c.id), *buckets, *[func.sum(seconds) for seconds in times]
-    ).group_by(*keys, *buckets)
-    return [_group(*row) for row in conn.execute(query)]
+    sums = [func.sum(seconds) for seconds in times]
+    return select(*keys, func.count(), func.min(each.c.id), *buckets, *sums).group_by(*keys, *buckets)
+
+
+#: Of ranges of ids, by their ends. To write it takes longer than the database takes to answer.
+_GROUPED = Hot(_grouped)
 
 
 def _group(
@@ -187,10 +197,10 @@ def _bucket(seconds: ColumnElement[Any]) -> ColumnElement[Any]:
 
 _before = audit.alias("before")
 _SAME_JOB = and_(_before.c.job_id == audit.c.job_id, _before.c.id < audit.c.id)
-_STARTED_OVER = select(func.max(_before.c.ts)).where(_SAME_JOB, _before.c.event_type.in_(sorted(rules.ANEW)))
+_STARTED_OVER = select(func.max(_before.c.ts)).where(_SAME_JOB, among(_before.c.event_type, rules.ANEW))
 
 
-def _measured(ranges: Sequence[Any]) -> Subquery:
+def _measured(ends: Listed) -> Subquery:
     """These events, one by one: whose they are, why, and how long what ended with each of them took."""
     event = audit.c.event_type
     times = {"latency": _latency(event), "wait": _wait(event), "run": _run(event)}
@@ -204,13 +214,14 @@ def _measured(ranges: Sequence[Any]) -> Subquery:
         jobs.c.type,
         case((event == rules.RETRY, json_field(audit.c.details, "kind"))).label("kind"),
         case(
-            (event.in_(sorted(rules.OUTCOMES)), json_field(audit.c.details, "reclaimed").is_not(None)), else_=literal(0)
+            (among(event, rules.OUTCOMES), json_field(audit.c.details, "reclaimed").is_not(None)), else_=literal(0)
         ).label("reclaimed"),
         *[largest(seconds, literal(0.0)).label(name) for name, seconds in times.items()],
     ).select_from(both)
-    rows = walking(query, audit, "PRIMARY").where(_within(ranges), event.in_(sorted(rules.EVENTS)))
+    within = or_(*[audit.c.id.between(first, last) for first, last in zip(ends[::2], ends[1::2], strict=True)])
+    rows = walking(query, audit, "PRIMARY").where(within, among(event, rules.EVENTS))
     # The limit keeps the planner from working out each of these again for every bucket that they are compared with.
-    return rows.limit(sum(ids.last - ids.first + 1 for ids in ranges)).subquery()
+    return rows.limit(bindparam("most", type_=Integer)).subquery()
 
 
 def _latency(event: ColumnElement[str]) -> ColumnElement[Any]:
@@ -219,7 +230,7 @@ def _latency(event: ColumnElement[str]) -> ColumnElement[Any]:
         (jobs.c.redrives > 0, func.coalesce(_STARTED_OVER.scalar_subquery(), jobs.c.created_at)),
         else_=jobs.c.created_at,
     )
-    return case((event.in_(sorted(rules.ENDS)), seconds_between(began, audit.c.ts)))
+    return case((among(event, rules.ENDS), seconds_between(began, audit.c.ts)))
 
 
 def _wait(event: ColumnElement[str]) -> ColumnElement[Any]:
@@ -250,4 +261,4 @@ def _run(event: ColumnElement[str]) -> ColumnElement[Any]:
     )
     began = func.coalesce(jobs.c.started_at, jobs.c.claimed_at)
     run = case((told > 0, told), (seen, seconds_between(began, audit.c.ts)))
-    return case((event.in_(sorted(rules.RAN)), run))
+    return case((among(event, rules.RAN), run))
