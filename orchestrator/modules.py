@@ -1,91 +1,46 @@
-"""Do the modules with handlers exist? Looked up as an import would, without running anything of them.
+"""Is there a module with handlers at all? Asked of an interpreter as slots have it; nothing of the module runs.
 
 Whoever starts workers asks before it starts anything: a worker with a mistyped module would try for ever. Only what
-certainly is not there is refused; whatever else is wrong with a module, its import in a slot tells.
+certainly is not there is refused, the outermost package of the first name: what lies below a package, and what later
+names mean, may depend on what was imported before.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
-import re
+import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
 from orchestrator.errors import ConfigError
 
-#: A module whose text has one of these may have others below it that no file shows before it runs.
-_OF_ITS_OWN_MAKING = re.compile(r"__path__|declare_namespace|sys\.modules|meta_path")
+#: Seconds for an interpreter to start, on a busy machine. Without an answer the import decides, as for all else.
+PATIENCE_S = 30.0
+_MISSING = 3
+_LOOK = f"import importlib.util, sys; sys.exit({_MISSING} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
 
 
-def require_modules(names: Sequence[str]) -> None:
-    """Raises ConfigError for the first that neither the working directory nor Python's path has."""
+def require_modules(names: Sequence[str], path: str | None = None) -> None:
+    """Raises ConfigError when workers will not find the first; `path` is theirs, unless it is this process's."""
     if not names:
         return
-    importlib.invalidate_caches()  # a file may be as new as this moment
-    here = os.getcwd()  # noqa: PTH109 - a text, as sys.path holds
-    for name in names:
-        missing = _missing(name, [here, *filter(None, sys.path)])
-        if missing is not None:
-            raise ConfigError(
-                f"worker_handlers = {name!r}: there is no module {missing!r}; {_advice(name)}, or install it,"
-                f" or start where its file is (this is {here})"
-            )
+    name = names[0]
+    if name.endswith(".py") and Path(name).is_file():
+        raise ConfigError(f"worker_handlers = {name!r}: write {name[:-3]!r}, without .py")
+    outermost = name.partition(".")[0]
+    if _is_missing(outermost, {} if path is None else {"PYTHONPATH": path}):
+        advice = f"correct the name, or install it, or start where its file is (this is {Path.cwd()})"
+        raise ConfigError(f"worker_handlers = {name!r}: there is no module {outermost!r}; {advice}")
 
 
-def _advice(name: str) -> str:
-    return f"write {name[:-3]!r}, without .py" if name.endswith(".py") else "correct the name"
-
-
-def _missing(name: str, path: Sequence[str]) -> str | None:
-    """The first of a module and its packages, outermost first, that certainly is not there."""
+def _is_missing(module: str, environment: dict[str, str]) -> bool:
+    command = [sys.executable, "-c", _LOOK, module]
+    quiet = subprocess.DEVNULL
     try:
-        return _first_missing(name, path)
-    except Exception:  # noqa: BLE001 - finders of others, unreadable files: the import will meet them again
-        return None
-
-
-def _first_missing(name: str, path: Sequence[str]) -> str | None:
-    parts = name.split(".")
-    below: Sequence[str] | None = None  # of none: along the path itself
-    for depth in range(1, len(parts) + 1):
-        looked = ".".join(parts[:depth])
-        spec = _along(looked, path if below is None else below)
-        if spec is None:
-            return None if _known_otherwise(looked, below) else looked
-        if _makes_modules(spec):
-            return None
-        below = spec.submodule_search_locations or ()
-    return None
-
-
-def _along(name: str, path: Sequence[str]) -> ModuleSpec | None:
-    """What files say. Not by Python's own search: it wants packages without `__init__` imported to look into them."""
-    portions: list[str] = []
-    for entry in path:
-        finder = pkgutil.get_importer(entry)
-        spec = None if finder is None else finder.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            return spec
-        portions += (spec and spec.submodule_search_locations) or ()
-    if not portions:
-        return None
-    spread = ModuleSpec(name, None, is_package=True)
-    spread.submodule_search_locations = portions
-    return spread
-
-
-def _known_otherwise(name: str, path: Sequence[str] | None) -> bool:
-    """Built in, frozen, or known to a finder that an installer left behind."""
-    others = [finder for finder in sys.meta_path if finder is not PathFinder]
-    return any(finder.find_spec(name, path) is not None for finder in others)
-
-
-def _makes_modules(spec: ModuleSpec) -> bool:
-    """Whether what lies below it cannot be known before it runs; where there is no text, nobody knows."""
-    if spec.loader is None:
-        return False  # a directory without `__init__`
-    text = getattr(spec.loader, "get_source", lambda _: None)(spec.name)
-    return text is None or _OF_ITS_OWN_MAKING.search(text) is not None
+        asked = subprocess.run(
+            command, env=os.environ | environment, stdin=quiet, stderr=quiet, timeout=PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return asked.returncode == _MISSING

@@ -52,12 +52,8 @@ START_S, LOOK_S = 60.0, 0.03
 #: Seconds that jobs get to end when the system is stopped: whoever tests has seen what it wanted to see.
 GRACE_S = 0.5
 
-#: Whoever waits in Redis looks up this often: so long may the end take.
-BLOCK_MS = 100
-
 _OURS: dict[str, object] = {
     "worker_grace_s": GRACE_S,
-    "redis_block_ms": BLOCK_MS,
     "log_level": "warning",
     "port": 0,
 }
@@ -74,7 +70,8 @@ def running(
     workers: jobs that run at the same time.
     settings: any other setting by its name, such as job_retry_max=1.
 
-    Raises ConfigError for settings that cannot be used and modules that are not there, Unavailable when nothing starts.
+    Raises ConfigError for settings that cannot be used and handlers that are not there, Unavailable when it does not
+    start.
     """
     names = tuple(one if isinstance(one, str) else one.__name__ for one in handlers)
     backend = gpus if gpus == "none" else f"sim:{gpus}"
@@ -86,11 +83,12 @@ def running(
         valkey = Valkey(data)
         ours = {"database_url": scratch_url(str(folder)), "redis_url": valkey.url, "data_dir": folder}
         system = _validated(chosen | ours)
-        require_modules(system.worker_handlers)
+        path = os.pathsep.join(sys.path)
+        require_modules(system.worker_handlers, path)
         stack.callback(valkey.stop)
         valkey.start()
         shutil.copyfile(_template(), folder / SCRATCH)
-        worker = WorkerChild(system, path=os.pathsep.join(sys.path))
+        worker = WorkerChild(system, path=path)
         stack.callback(worker.stop)
         worker.start()
         url = stack.enter_context(_served(system, worker))

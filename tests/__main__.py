@@ -27,6 +27,8 @@ ROOT = Path(__file__).parent
 CLUSTERS = ("chaos", "worker", "e2e", "scaler", "client", "leader", "gpu", "stream")
 STATEMENTS = ("api", "store")
 SUMS = ("unit", "sim", "contracts")
+#: Beside the claims, how many tests each part ran.
+RAN = "ran-"
 #: More than there are processors: half of the tests mostly wait. On a large machine the servers are the limit.
 PARTS = max(4, min(os.cpu_count() or 1, 8))
 
@@ -52,6 +54,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         parts.append(part)
     try:
         failed = [part.number for part in parts if part.finish()]
+        ran = sum(int(path.read_text()) for path in claims.glob(f"{RAN}*"))
+        if ran != len(session.items):  # a process may end as if all were well, in the middle of a test
+            print(f"{ran} of {len(session.items)} tests ran", flush=True)
+            failed = failed or [*range(PARTS)]
     finally:
         for part in parts:
             part.kill()
@@ -103,14 +109,17 @@ def run_part(session: pytest.Session, part: Part, claims: Path) -> bool:
     capture.suspend_global_capture()
     items = taken(session, part.number, claims)
     item = next(items, None)
+    ran = 0
     while item is not None:
         following = next(items, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        ran += 1
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
         item = following
+    (claims / f"{RAN}{part.number}").write_text(str(ran))
     return True
 
 

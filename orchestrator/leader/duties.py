@@ -295,9 +295,7 @@ def tend_gates(context: DutyContext) -> int:
     if not context.term.finds(_GATES) and not book.gates:
         return 0
     stale_s = context.settings.gpu_stale_s
-    freed = context.term.write(
-        lambda conn: gatekeeper.tend(conn, context.policies.book(conn), gates.measured(conn, stale_s), context.walk)
-    )
+    freed = context.term.write(lambda conn: gatekeeper.tend(conn, book, gates.measured(conn, stale_s), context.walk))
     for lane in {job.lane for job in freed}:
         context.publisher.nudge(lane)
     return len(freed)

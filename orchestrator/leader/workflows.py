@@ -20,6 +20,7 @@ MOST, BATCHES = 50, 200
 MAKES = 20
 #: Frames of attempts that were lost, deleted by one call.
 FRAMES = 500
+# Asked before anything begins, as in `duties`.
 _CONCERNED = leadership.question(flows.OVERDUE, flows.SWEPT, spawning.MARKED, spawning.STAGED)
 
 #: How far this term is with workflows that have more tasks than one call sees to.

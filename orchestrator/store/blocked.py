@@ -88,7 +88,7 @@ def wait_elsewhere(conn: Connection, job_ids: Sequence[str], on: str, reason: st
     conn.execute(waiting.values(blocked_on=on, wait_reason=reason[:255]))
 
 
-def waiting_for(kind: str) -> Select[Any]:
+def of_kind(kind: str) -> Select[Any]:
     """Jobs that wait for anything of a kind, which ends with a colon."""
     return select(jobs.c.blocked_on).where(jobs.c.blocked_on > kind, jobs.c.blocked_on < f"{kind[:-1]};")  # ; is next
 

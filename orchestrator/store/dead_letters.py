@@ -67,21 +67,9 @@ UNTOLD = select(dead_letters.c.job_id).where(dead_letters.c.entry_id.is_(None))
 
 def untold(conn: Connection, limit: int) -> list[Untold]:
     """Letters that the stream has not been told of."""
-    rows = conn.execute(
-        in_order(
-            select(
-                dead_letters.c.job_id,
-                dead_letters.c.origin_id,
-                dead_letters.c.attempts,
-                jobs.c.last_error,
-                dead_letters.c.reason,
-                dead_letters.c.buried_at,
-            )
-        )
-        .select_from(_BESIDE_ITS_JOB)
-        .where(dead_letters.c.entry_id.is_(None))
-        .limit(limit)
-    )
+    letter = (dead_letters.c.job_id, dead_letters.c.origin_id, dead_letters.c.attempts, jobs.c.last_error)
+    found = UNTOLD.with_only_columns(*letter, dead_letters.c.reason, dead_letters.c.buried_at)
+    rows = conn.execute(in_order(found).select_from(_BESIDE_ITS_JOB).limit(limit))
     return [
         Untold(
             DeadLetter(row.job_id, row.origin_id, row.attempts, row.last_error or "", row.reason),

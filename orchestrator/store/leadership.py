@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, insert, literal, or_, select, update
+from sqlalchemy import Connection, Select, bindparam, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import actors
@@ -47,9 +47,7 @@ def fence(conn: Connection, name: str, epoch: int) -> None:
 
 def question(*anything: Select[Any]) -> Hot:
     """Does an epoch lead, and has any of these a row? For `finds`: one statement, which locks nothing."""
-    firsts = [one.with_only_columns(literal(1), maintain_column_froms=True).limit(1) for one in anything]
-    has_any = or_(*(first.scalar_subquery().is_not(None) for first in firsts))
-    return Hot(lambda _ids: select(_LEADS.scalar_subquery().is_not(None), has_any))
+    return Hot(lambda _ids: select(_LEADS.exists(), or_(*(one.exists() for one in anything))))
 
 
 def finds(conn: Connection, asked: Hot, name: str, epoch: int, **given: Any) -> bool:

@@ -329,9 +329,9 @@ def release(conn: Connection, token: str) -> str:
     return state
 
 
-_DUE = (leases.c.state == "active", leases.c.expires_at <= utc_now())
+_IS_DUE = (leases.c.state == "active", leases.c.expires_at <= utc_now())
 #: Leases that `purge` and `forget` see to.
-DUE = select(leases.c.token).where(*_DUE)
+DUE = select(leases.c.token).where(*_IS_DUE)
 SPENT = select(leases.c.token).where(leases.c.state == "spent")
 ENDED_LONG_AGO = select(leases.c.token).where(
     among(leases.c.state, ("released", "expired")), leases.c.expires_at <= utc_shift(bindparam("ended_since_s"))
@@ -346,7 +346,7 @@ def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0) -> int:
     """
     due = conn.execute(
         select(leases.c.token, leases.c.agent_name, leases.c.node_id)
-        .where(*_DUE, leases.c.ending_as.is_(None))
+        .where(*_IS_DUE, leases.c.ending_as.is_(None))
         .order_by(leases.c.expires_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -371,7 +371,7 @@ def _free_unwatched(conn: Connection, stale_s: float, limit: int) -> int:
     """Ending leases on nodes that fell silent before anybody saw their processes go."""
     rows = conn.execute(
         select(leases.c.token, leases.c.node_id, leases.c.ending_as)
-        .where(*_DUE, leases.c.ending_as.is_not(None))
+        .where(*_IS_DUE, leases.c.ending_as.is_not(None))
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()

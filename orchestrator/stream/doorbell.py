@@ -39,7 +39,7 @@ class Doorbell:
             if self._heard is None:
                 self._heard = self._latest()
             answer: Any = self._client.xread({self._key: self._heard}, block=block_ms)
-        for _key, rows in answer:
+        for _stream, rows in answer:
             self._heard = rows[-1][0].decode()
         return bool(answer)
 

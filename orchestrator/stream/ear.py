@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import redis
@@ -23,10 +24,10 @@ AGAIN_S = 0.05
 
 
 class _Line(NamedTuple):
-    """A connection, and the number under which its server knows it; None when it does not tell."""
+    """A connection, and the number under which its server knows it."""
 
     connection: AbstractConnection
-    number: int | None
+    number: int
 
 
 class Ear:
@@ -44,7 +45,7 @@ class Ear:
         """End the wait that goes on now, if any. False when asking failed: then it is no use to ask again."""
         line = self._line
         # Without its connection the number means nothing: a server that was started anew may have given it to another.
-        if line is None or line.number is None or not line.connection.is_connected:
+        if line is None or not line.connection.is_connected:
             return True
         try:
             self._others.client_unblock(line.number)
@@ -71,11 +72,9 @@ class Ear:
         self.client.close()
 
     def _connected(self, connection: AbstractConnection) -> None:
-        """At every connect: each connection has another number."""
+        """At every connect: each has another number, and until it is known there is none."""
+        self._line = None
         connection.on_connect()  # type: ignore[no-untyped-call]  # redis does not say
         connection.send_command("CLIENT", "ID")  # type: ignore[no-untyped-call]  # likewise
-        try:
-            number = int(connection.read_response())
-        except redis.ResponseError:  # not to be known, or not by this user
-            number = None
-        self._line = _Line(connection, number)
+        with suppress(redis.ResponseError):  # not to be known, or not by this user
+            self._line = _Line(connection, int(connection.read_response()))

@@ -52,7 +52,7 @@ class Preloads:
             groups.ensure(self._client, self._key, GROUP)
             self._grouped = True
         answer: Any = self._client.xreadgroup(GROUP, consumer, {self._key: ">"}, count=COUNT, block=block_ms)
-        ids = [entry_id for _key, rows in answer for entry_id, _fields in rows]
+        ids = [entry_id for _stream, rows in answer for entry_id, _fields in rows]
         groups.acknowledge(self._client, self._key, GROUP, ids)
         return len(ids)
 

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.e2e
 
 #: Seconds for the whole system to start or stop on a busy two-core machine.
 PATIENCE_S = 45.0
-#: It stops within a second or two: jobs get less time to end, and whoever waits in Redis looks up more often.
-SOON = MappingProxyType({"ORCH_WORKER_GRACE_S": "1", "ORCH_REDIS_BLOCK_MS": "200"})
+#: It stops within a second or two: jobs get less time to end.
+SOON = MappingProxyType({"ORCH_WORKER_GRACE_S": "1"})
 #: As a user has it.
 BY_DEFAULT: Mapping[str, str] = MappingProxyType({})
 

@@ -30,6 +30,12 @@ def traces() -> tuple[set[str], set[int], set[str]]:
     return threads, {pid for pid in children(os.getpid()) if alive(pid)}, folders
 
 
+@pytest.fixture(autouse=True)
+def _folder_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may test it at the same time, and leave traces of theirs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @pytest.fixture
 def handlers_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))

@@ -56,6 +56,7 @@ def test_every_file_runs_in_one_of_the_parts(run):
     [
         ("def test_wrong():\n    assert 2 + 2 == 5", 1, "assert (2 + 2) == 5"),
         ("import os\ndef test_gone():\n    os._exit(3)", 1, "ended with 3"),
+        ("import os\ndef test_left():\n    os._exit(0)", 1, f" of {2 * PARTS + 1} tests ran"),
         ("import os, signal\ndef test_killed():\n    os.kill(os.getpid(), signal.SIGKILL)", 1, "ended with -9"),
         ("import no_such_module", 2, "errors during collection"),
     ],

@@ -23,7 +23,7 @@ MANY_KEYS = 500
 
 #: While there is none of these, and no policy limits anything, there is nothing to take care of: keys with a row, jobs
 #: that sit somewhere, jobs that wait for a seat.
-CONCERNED = (select(concurrency_caps.c.cap_key), held.SEATED, blocked.waiting_for(KIND))
+CONCERNED = (select(concurrency_caps.c.cap_key), held.SEATED, blocked.of_kind(KIND))
 
 
 def seat_late(conn: Connection, book: Book, limit: int) -> int:
