@@ -66,7 +66,7 @@ class Orchestrator:
     def close(self) -> None:
         """Accept no more, finish what was accepted, resign, disconnect."""
         self._ingest.stop()
-        self.leader.stop()  # both may be listening to Redis: nobody waits for one after the other
+        self.leader.stop()  # where Redis lets nobody interrupt them, nobody waits for one listener after the other
         self._ingest.close()
         self._submits.close(self.settings.db_timeout_s)
         self._leases.close(self.settings.db_timeout_s)

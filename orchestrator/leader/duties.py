@@ -239,11 +239,11 @@ def enforce_limits(context: DutyContext) -> int:
 
     What their processes still use on a GPU counts as foreign from its next sample on: the lease ends here.
     """
+    if not context.term.finds(_OF_HTTP_WORKERS):
+        return 0
     timeout = context.settings.worker_timeout_s
     # As above: signs of life, too, could not get through an outage of the database.
     unconfirmed_s = timeout if context.term.age_s > timeout else None
-    if not context.term.finds(_OF_HTTP_WORKERS):
-        return 0
     late = context.term.db.read(lambda conn: reports.overruns(conn, unconfirmed_s, BATCH))
     _end_for_others(context, late)
     return len(late)

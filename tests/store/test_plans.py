@@ -35,6 +35,7 @@ from orchestrator.store import (
     withdraw,
 )
 from orchestrator.store.claim import claim_jobs
+from orchestrator.store.hot import Hot
 from orchestrator.store.job_reads import Filter
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
 from orchestrator.tallies import Ids
@@ -278,26 +279,20 @@ def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name
     assert "filesort" not in step["Extra"] or most < 10, dict(step)
 
 
-#: What leaders ask before they begin anything, and its parameters.
+#: What leaders ask before they begin anything.
 QUESTIONS = {
-    "due": (duties._DUE, {}),
-    "silent": (duties._SILENT, {"silent_since_s": -60.0}),
-    "of HTTP workers": (duties._OF_HTTP_WORKERS, {}),
-    "caps": (duties._CAPS, {}),
-    "leases": (duties._LEASES, {"ended_since_s": -1e7}),
-    "overdue": (duties._OVERDUE, {}),
-    "gates": (duties._GATES, {}),
-    "untold": (duties._UNTOLD, {}),
-    "workflows": (workflows._CONCERNED, {}),
+    f"{module.__name__}.{name}": asked
+    for module in (duties, workflows)
+    for name, asked in vars(module).items()
+    if isinstance(asked, Hot)
 }
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_whether_there_is_anything_to_do_is_told_by_the_first_of_it(crowded, name):
-    asked, given = QUESTIONS[name]
-    about: dict[str, Any] = {"lock": "leader", "mine": 1, **given}
+    about: dict[str, Any] = {"lock": "leader", "mine": 1, "silent_since_s": -60.0, "ended_since_s": -1e7}
     engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: asked.rows(conn, **about))
+    statement, parameters = first_select(engine, lambda conn: QUESTIONS[name].rows(conn, **about))
     with engine.connect() as connection:
         plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
         connection.rollback()

@@ -26,8 +26,6 @@ _COLUMNS = (
 )
 _BY_ID = Hot(lambda ids: by_key(select(*_COLUMNS).where(jobs.c.job_id.in_(ids)), jobs))
 _OWNED = select(*_COLUMNS).where(jobs.c.status.in_(sorted(OWNED)))
-
-
 SEATED = select(jobs.c.held_caps).where(among(jobs.c.status, OWNED), jobs.c.held_caps.is_not(None))
 
 
