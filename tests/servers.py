@@ -98,6 +98,7 @@ class Server(ABC):
         self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
         self.log = self.directory / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._started = False
 
     @classmethod
     @abstractmethod
@@ -130,6 +131,17 @@ class Server(ABC):
         """Start, and return once the server answers. Raises ServerError."""
         if self.running:
             raise ServerError(f"{self.name} is running already")
+        try:
+            self._start()
+        except ServerError:
+            # Somebody else took the port since it was looked for. One that was in use before must stay what it was.
+            if self._started or "ddress already in use" not in self.log_tail():
+                raise
+            self.port = free_port()
+            self._start()
+        self._started = True
+
+    def _start(self) -> None:
         self._process = self._spawn(self.command())
         try:
             wait_until(self._alive_and_answering, timeout=START_TIMEOUT_S, what=f"{self.name} answers")

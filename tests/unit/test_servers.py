@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -178,3 +179,17 @@ def test_prometheus_answers_with_the_rules_of_deploy_and_says_what_it_refuses(pr
     assert len(server.ask("rules")["groups"]) > 5
     with pytest.raises(ServerError, match="parse error"):
         server.query("sum(")
+
+
+@pytest.mark.parametrize("kind", [MariaDB, Redis])
+def test_a_port_that_somebody_took_meanwhile_is_not_insisted_on(private_server, kind):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        taken = other.getsockname()[1]
+
+        def unlucky():
+            server = kind()
+            server.port = taken
+            return server
+
+        assert private_server(unlucky).port != taken
