@@ -12,6 +12,7 @@ if len(sys.argv) != 3:
     sys.exit("usage: python http_worker.py URL POOL    (such as http://localhost:8008 shouts)")
 URL, POOL = sys.argv[1:]
 running = {}  # path of a job → what proves that it is ours
+ended = {"done": 0, "failed": 0}  # for `gpuorch workers list`
 
 
 def post(path, body):
@@ -28,7 +29,7 @@ def beat():
     while True:
         time.sleep(me["heartbeat_s"])
         try:
-            post("/workers/heartbeat", who | {"busy": len(running)})
+            post("/workers/heartbeat", who | ended | {"busy": len(running)})
             for path, proof in list(running.items()):
                 if post(f"{path}/heartbeat", proof)["cancel_requested"]:
                     print(path, "was cancelled; a worker that can stop its jobs would stop it here", flush=True)
@@ -63,5 +64,6 @@ while True:
         del running[path]
         try:
             post(f"{path}/{end}", proof | said)
+            ended["done" if end == "complete" else "failed"] += 1
         except OSError as refused:  # 409: it is no longer ours
             print(path, refused, flush=True)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+log = logging.getLogger(__name__)
+
+#: Seconds before a child that ended is started again: at first, and at most.
+BACKOFF_S, BACKOFF_MAX_S = 1.0, 30.0
+#: One that lived for this long begins with the shortest wait again.
+STEADY_S = 60.0
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -109,3 +119,82 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> None:
         # It leads a session of its own, so its group has its number and none of us in it.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class Restarter:
+    """Starts a child process, and again whenever it ends unwanted, later and later.
+
+    A thread of its own does: a child dies with the thread it came from, and this one outlives it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spawn: Callable[[], subprocess.Popen[bytes]],
+        grace_s: float,
+        refusal: int | None = None,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`grace_s`: how long it gets to leave when it is to stop.
+
+        If the first one ends soon with the code `refusal`, so may all that follow: then `on_refused` is called, from
+        another thread, for whoever wants to stop it.
+        """
+        self._name, self._make, self._grace_s = name, spawn, grace_s
+        self._refusal, self._on_refused = refusal, on_refused
+        #: How it ended when it did last, unless that was wanted.
+        self.code: int | None = None
+        self.refused = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._keep, name=f"{name}-child", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """SIGTERM and its time to leave, SIGKILL at the end of it."""
+        with self._lock:
+            self._stopping.set()
+            process = self._process
+        if process is not None:
+            end(process, self._grace_s)
+        self._thread.join()
+
+    def _keep(self) -> None:
+        backoff_s, first = BACKOFF_S, True
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            ended = self._live()
+            if self._stopping.is_set():
+                return
+            steady = time.monotonic() - started > STEADY_S
+            backoff_s = BACKOFF_S if steady else backoff_s
+            if first and ended == self._refusal and not steady:
+                self.refused = True
+                self._on_refused()
+            else:
+                told = {"child": self._name, "error": f"it ended with {ended}", "pause_s": backoff_s}
+                log.warning("child process ended, starting it again", extra=told)
+            first = False
+            self._stopping.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+
+    def _live(self) -> int | OSError:
+        """One life of it, from start to end; how it ended, or why it did not begin."""
+        try:
+            process = self._spawn()
+        except OSError as error:  # no process, file or memory is left: perhaps later
+            return error
+        code = process.wait() if process else 0
+        if not self._stopping.is_set():
+            self.code = code
+        return code
+
+    def _spawn(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:  # a stop comes before or after this, never between
+            if self._stopping.is_set():
+                return None
+            self._process = self._make()
+            return self._process

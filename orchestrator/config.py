@@ -36,6 +36,7 @@ from orchestrator.settings import (
     to_text,
     variable,
 )
+from orchestrator.wording import in_our_words
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _validate(given: Mapping[str, Given], doubtful: Iterable[str], problems: lis
     try:
         settings = Settings.model_validate(values, context=FIELDS_ONLY)
     except ValidationError as error:
-        details = [(str(d["loc"][0]), _located(d["loc"], d["msg"])) for d in error.errors()]
+        details = [(str(d["loc"][0]), _located(d["loc"], in_our_words(d))) for d in error.errors()]
         problems += [_field_message(key, given[key], message) for key, message in details]
         refused = {key for key, _ in details}
         rest = {key: value for key, value in values.items() if key not in refused}
@@ -148,8 +149,7 @@ def _located(path: tuple[int | str, ...], message: str) -> str:
 
 
 def _field_message(key: str, item: Given, message: str) -> str:
-    expected = re.sub(r"^(Input|String) should ", "must ", message.removeprefix("Value error, "))
-    return f"{key} = {_shown(key, item.written)} ({item.source}): {expected}"
+    return f"{key} = {_shown(key, item.written)} ({item.source}): {message}"
 
 
 def _shown(key: str, value: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from orchestrator.heartbeats import Heartbeats
 from orchestrator.identity import instance_id
 from orchestrator.ingest import Ingest
 from orchestrator.jobs import NewJob, RetryPolicy
@@ -17,7 +18,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import grants
 from orchestrator.store.admission import Admission
 from orchestrator.store.batcher import Batcher
-from orchestrator.store.database import Database
+from orchestrator.store.database import Database, Waiting
 from orchestrator.store.policies import Copy
 from orchestrator.store.submit import Answer, Verdict, submit_jobs
 from orchestrator.stream.hub import Hub
@@ -48,11 +49,15 @@ class Orchestrator:
         self._submits: Batcher[Submission, list[Answer]] = Batcher(
             "submit-batcher",
             self._store,
+            apart=self._store,
             weight=lambda item: len(item.jobs),
             flushers=3,
             alone=lambda: self.admission.holds_buckets,
         )
-        self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher("lease-batcher", self._grant, max_batch=100)
+        self._leases: Batcher[LeaseRequest, Granted | Denied] = Batcher(
+            "lease-batcher", self._grant, apart=self._grant, max_batch=100
+        )
+        self.heartbeats = Heartbeats(self.db)
         self.remote = RemoteWork(self.db, self.publisher, settings, self.retry_policy, self.terms, self.policies)
         self._ingest = Ingest(self.db, self.hub, settings, self.policies, self.submit, self.holder)
         self._stop_tracing: Callable[[], None] = lambda: None
@@ -70,6 +75,7 @@ class Orchestrator:
         self._ingest.close()
         self._submits.close(self.settings.db_timeout_s)
         self._leases.close(self.settings.db_timeout_s)
+        self.heartbeats.close(self.settings.db_timeout_s)
         self.remote.close(self.settings.db_timeout_s)
         self.leader.close()
         self.publisher.close()
@@ -98,18 +104,20 @@ class Orchestrator:
     def lease(self, request: LeaseRequest) -> Future[Granted | Denied]:
         return self._leases.submit(request)
 
-    def _store(self, submissions: list[Submission]) -> list[list[Answer]]:
+    def _store(self, submissions: list[Submission], waiting: Waiting = Waiting.ONCE) -> list[list[Answer]]:
         """Flush of the submit batcher: one transaction for all requests that waited, then a nudge per lane."""
         batch = [job for submission in submissions for job in submission.jobs]
         ruling = self.admission.ruling()
-        verdicts = submit_jobs(self.db, batch, self.retry_policy, admit=ruling.decide, book=self.policies.book)
+        verdicts = submit_jobs(
+            self.db, batch, self.retry_policy, admit=ruling.decide, book=self.policies.book, waiting=waiting
+        )
         ruling.committed()
         self.entered([job for job, verdict in zip(batch, verdicts, strict=True) if verdict is Verdict.CREATED])
         answers = iter(verdicts)
         return [[next(answers) for _ in submission.jobs] for submission in submissions]
 
-    def _grant(self, requests: list[LeaseRequest]) -> list[Granted | Denied]:
-        answers = grants.grant_to_clients(self.db, requests, self.terms)
+    def _grant(self, requests: list[LeaseRequest], waiting: Waiting = Waiting.ONCE) -> list[Granted | Denied]:
+        answers = grants.grant_to_clients(self.db, requests, self.terms, waiting)
         for answer in answers:
             decision = "granted" if isinstance(answer, Granted) else "denied"
             metrics.lease_decided(decision, answer.mode if isinstance(answer, Granted) else answer.code)

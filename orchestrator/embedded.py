@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from orchestrator.children import dying_with_parent, end
+from orchestrator.children import Restarter, dying_with_parent
 from orchestrator.errors import ConfigError, RedisUnavailable
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
@@ -26,6 +26,7 @@ STOP_TIMEOUT_S = 10.0
 #: Seconds for which a directory may still be held by the servers of a process that was just killed.
 LOCK_WAIT_S = 3.0
 LOG_TAIL_LINES = 15
+CONFIG = "valkey.conf"
 #: Below the ports of outgoing connections: inside, a client that reconnects to a dead server can meet itself.
 PORTS = range(20000, 32000)
 
@@ -72,15 +73,29 @@ def _runs(pid: str) -> bool:
     return pid.isdigit() and pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
 
 
+def running_redis(path: Path) -> str | None:
+    """The address of the server of a `gpuorch dev` that runs on this directory, and is ours to read; None without."""
+    try:
+        with (path / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        options = dict(line.split(maxsplit=1) for line in (path / CONFIG).read_text().splitlines())
+        return f"redis://:{options['requirepass']}@127.0.0.1:{options['port']}/0"
+    except OSError:
+        pass
+    return None
+
+
 class Valkey:
-    """The server as a child process. Start it from the main thread: it dies with the one that did."""
+    """The server as a child process, started again when it dies: what its log of writes lacks, the leader repairs."""
 
     def __init__(self, directory: DataDir) -> None:
         self._directory = directory
         self.log = directory.path / "valkey.log"
         self._port = _free_port()
         self._password = secrets.token_hex(16)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program = _binary()
+        self._child = Restarter("valkey", self._spawn, STOP_TIMEOUT_S)
 
     @property
     def url(self) -> str:
@@ -88,10 +103,26 @@ class Valkey:
 
     def start(self) -> None:
         """Return once it answers. Raises RedisUnavailable that ends with the last lines of its log."""
-        config = self._write_config()
+        self._write_config()
+        self._child.start()
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """In order, or by force when that takes too long. Data stays."""
+        self._child.stop()
+
+    @property
+    def _config(self) -> Path:
+        return self._directory.path.resolve() / CONFIG
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                dying_with_parent([_binary(), str(config)]),
+            return subprocess.Popen(
+                dying_with_parent([self._program, str(self._config)]),
                 cwd=self._directory.path,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -101,19 +132,8 @@ class Valkey:
                 # A Ctrl-C is for us; the server must outlive the worker, which still writes then.
                 start_new_session=True,
             )
-        try:
-            self._wait_ready()
-        except BaseException:
-            self.stop()
-            raise
 
-    def stop(self) -> None:
-        """In order, or by force when that takes too long. Data stays."""
-        process, self._process = self._process, None
-        if process is not None:
-            end(process, STOP_TIMEOUT_S)
-
-    def _write_config(self) -> Path:
+    def _write_config(self) -> None:
         """A file that only we can read: arguments would show the password to everybody."""
         options = {
             "bind": "127.0.0.1",
@@ -124,20 +144,17 @@ class Valkey:
             "maxmemory-policy": "noeviction",
             "save": '""',
         }
-        path = self._directory.path.resolve() / "valkey.conf"
-        path.unlink(missing_ok=True)
-        path.touch(mode=0o600)
-        path.write_text("".join(f"{key} {value}\n" for key, value in options.items()))
-        return path
+        self._config.unlink(missing_ok=True)
+        self._config.touch(mode=0o600)
+        self._config.write_text("".join(f"{key} {value}\n" for key, value in options.items()))
 
     def _wait_ready(self) -> None:
-        assert self._process is not None
         settings = Settings(redis_url=self.url)
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
-            code = self._process.poll()
-            if code is not None:
-                raise RedisUnavailable(f"the embedded Valkey ended with {code} while starting{self._tail()}")
+            if self._child.code is not None:
+                ended = f"the embedded Valkey ended with {self._child.code} while starting"
+                raise RedisUnavailable(f"{ended}{self._tail()}")
             try:
                 with connect(settings) as client, named_errors(settings, client):
                     client.ping()

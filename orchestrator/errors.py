@@ -2,6 +2,7 @@
 
 OrchestratorError
 ├── ConfigError            config_invalid        settings cannot be used; nothing was started
+│   └── ServerTooOld       server_too_old        the database or Redis is older than this works with
 ├── InvalidInput           invalid_input         the request is wrong; nothing was written
 │   ├── PayloadTooLarge    payload_too_large
 │   └── UnknownDuty        unknown_duty
@@ -71,6 +72,13 @@ class ConfigError(OrchestratorError):
     code = "config_invalid"
 
 
+class ServerTooOld(ConfigError):
+    code = "server_too_old"
+
+    def __init__(self, where: str, version: str, needed: str, setting: str) -> None:
+        super().__init__(f"{where} has version {version}, this needs {needed}; upgrade it, or name another: {setting}")
+
+
 class InvalidInput(OrchestratorError):
     code = "invalid_input"
 
@@ -111,7 +119,7 @@ class LeaseNotFound(NotFound):
     code = "lease_not_found"
 
     def __init__(self) -> None:
-        super().__init__("no lease has this token; request one with POST /leases")
+        super().__init__("no lease has this token; `gpuorch leases list` shows what is leased, POST /leases gives one")
 
 
 class JobConflict(OrchestratorError):
@@ -270,7 +278,8 @@ class PoolExists(OrchestratorError):
     code = "pool_exists"
 
     def __init__(self, pool_id: str) -> None:
-        super().__init__(f"pool {pool_id!r} exists and is another; change it with PATCH /workers/pool/{pool_id}")
+        how = f"`gpuorch pools scale` or `pools swap` (PATCH /workers/pool/{pool_id})"
+        super().__init__(f"pool {pool_id!r} exists and is another; change it with {how}")
 
 
 class PoolClosed(OrchestratorError):

@@ -7,6 +7,8 @@ job: nobody is told of GPU memory whose pool is closed.
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -37,6 +39,7 @@ class Why(StrEnum):
     RETRY_PAUSE = "retry_pause"
     NO_WORKER = "no_worker"
     NO_HANDLER = "no_handler"
+    TOO_LARGE = "too_large"
     NO_GPU = "no_gpu"
     DEFERRED = "deferred"
     NEXT = "next"
@@ -72,18 +75,24 @@ class Facts:
     #: Seconds until `not_before`; 0 when that is over.
     due_in_s: float = 0.0
     pool_state: str | None = None
+    #: Why an open pool is not as it should be; and nodes that are drained, if nobody serves the lane.
+    pool_reason: str | None = None
+    drained: Sequence[str] = ()
     #: By key, why an operator paused it.
     pauses: Mapping[str, str] = field(default_factory=dict)
     caps: Sequence[Cap] = ()
     #: What the leader saw last at the gate it waits at; None: it waits at none.
     gate: str | None = None
-    #: Of a task, the first of those it waits for, and where they stand.
-    tasks: Sequence[tuple[str, str]] = ()
+    #: Of those it waits for, the first that were found, and where they stand; None: it waits for no task.
+    tasks: Sequence[tuple[str, str]] | None = None
     teams: Sequence[Team] = ()
-    #: What it asks of the GPUs of those workers, and what placement says to that now; None: it needs no GPU memory.
+    #: What it asks of the GPUs of those workers; None: it needs no GPU memory, as far as is known.
     ask: Ask | None = None
+    #: What placement says to that now; None where the need is not its own: its pool may keep the model loaded.
     placement: Placed | Refused | None = None
     gpus: Sequence[GpuView] = ()
+    #: All GPUs of the cluster, whoever works there.
+    known: Sequence[GpuView] = ()
     #: Idle slots that keep its model in memory.
     warm_slots: int = 0
     #: Jobs of the lane before it; with `ahead_at_least`, there may be more.
@@ -121,7 +130,7 @@ def explain(facts: Facts) -> Explanation:
 
 
 #: What stops it is not its own: it keeps its place meanwhile.
-_STILL_IN_LINE = frozenset({Why.NO_WORKER, Why.NO_HANDLER, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED})
+_STILL_IN_LINE = frozenset({Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED})
 #: Reasons that end by themselves, with time or with the jobs before it.
 _PASSING = frozenset({Why.NEXT, Why.IN_LINE, Why.NOT_BEFORE, Why.RETRY_PAUSE, Why.DEFERRED, Why.CAP_FULL})
 
@@ -146,8 +155,15 @@ def _pool_closed(facts: Facts) -> Found:
 
 def _paused(facts: Facts) -> Found:
     for key, reason in facts.pauses.items():
-        return Why.PAUSED, f"an operator paused {key}" + (f": {reason}" if reason else "") + "; `gpuorch queue resume`"
+        told = f"an operator paused {key}" + (f": {reason}" if reason else "")
+        return Why.PAUSED, f"{told}; `{' '.join(['gpuorch queue resume', *_scope_flags(key)])}`"
     return None
+
+
+def _scope_flags(key: str) -> list[str]:
+    """The flags that mean this pause, and none for that of all jobs."""
+    scope, named, name = key.partition(":")
+    return [f"--{scope}", shlex.quote(name)] if named else []
 
 
 def _blocked(facts: Facts) -> Found:
@@ -158,9 +174,11 @@ def _blocked(facts: Facts) -> Found:
     cap = next((cap for cap in facts.caps if WAITS_FOR_CAP + cap.key == on), None)
     if cap is not None:
         return Why.CAP_FULL, f"{cap.in_use} of {cap.most} jobs with key {cap.key} run; it waits for one of them to end"
-    if facts.tasks:
+    if facts.tasks is not None:
         named = ", ".join(f"{name} ({status})" for name, status in facts.tasks)
         more = (facts.job["waits_for"] or 0) - len(facts.tasks)
+        if not named:
+            return Why.TASKS, f"it waits for {more} of the tasks that it needs"
         return Why.TASKS, f"it waits for tasks: {named}" + (f" and {more} more" if more > 0 else "")
     told = facts.job["wait_reason"] or f"it waits for {on}"
     return Why.BLOCKED, f"{told}; by now: {facts.gate}" if facts.gate else told
@@ -184,7 +202,13 @@ def _no_worker(facts: Facts) -> Found:
     if facts.teams:
         return None
     lane = facts.job["lane"]
-    return Why.NO_WORKER, f"no live worker serves pool {lane}; start one: gpuorch worker --pool {lane}"
+    if facts.pool_reason:
+        return Why.NO_WORKER, f"no live worker serves pool {lane}: {facts.pool_reason}"
+    if facts.drained:
+        names = ", ".join(facts.drained)
+        return Why.NO_WORKER, f"no live worker serves pool {lane}; drained: {names} (gpuorch nodes resume NODE)"
+    start = f"start one: gpuorch worker --pool {lane}; if one runs, its log says why it does not come up"
+    return Why.NO_WORKER, f"no live worker serves pool {lane}; {start}"
 
 
 def _no_handler(facts: Facts) -> Found:
@@ -200,9 +224,27 @@ def _cap_full(facts: Facts) -> Found:
 
 
 def _no_gpu(facts: Facts) -> Found:
-    if not isinstance(facts.placement, Refused) or facts.job["cpu_fallback"] or facts.warm_slots:
+    if facts.job["cpu_fallback"] or facts.warm_slots:
         return None
-    return Why.NO_GPU, facts.placement.reason
+    if facts.ask and (too_large := _beyond_all(facts.ask, facts.known)):
+        return Why.TOO_LARGE, too_large
+    return (Why.NO_GPU, facts.placement.reason) if isinstance(facts.placement, Refused) else None
+
+
+def _beyond_all(ask: Ask, known: Sequence[GpuView]) -> str | None:
+    """How it asks for more than there is on any node, were all of it free; None: some node could hold it."""
+    if not known:
+        return None
+    largest = max(known, key=lambda gpu: gpu.usable_mb)
+    each = f" on each of {ask.gpu_count} GPUs of one node" if ask.gpu_count > 1 else ""
+    wanted, help_ = f"needs {ask.memory_mb} MB{each}", "ask for less, or add a node that has it"
+    if largest.usable_mb < ask.memory_mb:
+        have = f"the largest can lease {largest.usable_mb} MB, on node {largest.node_id}"
+        return f"{wanted}, which fits no GPU that is known now: {have}; {help_}"
+    [(node, most)] = Counter(gpu.node_id for gpu in known if gpu.usable_mb >= ask.memory_mb).most_common(1)
+    if most < ask.gpu_count:
+        return f"{wanted}, and no node that is known now has so many: at most {most}, on node {node}; {help_}"
+    return None
 
 
 def _in_line(facts: Facts) -> Found:
@@ -255,7 +297,7 @@ def as_document(facts: Facts, answer: Explanation, now: datetime) -> dict[str, A
             "not_before": job["not_before"],
             "blocked_on": job["blocked_on"],
             "gate": facts.gate,
-            "tasks": [{"task": name, "status": status} for name, status in facts.tasks],
+            "tasks": [{"task": name, "status": status} for name, status in facts.tasks or ()],
             "wait_reason": job["wait_reason"],
             "paused": dict(facts.pauses),
             "caps": [{"key": cap.key, "in_use": cap.in_use, "max": cap.most} for cap in facts.caps],
@@ -264,7 +306,7 @@ def as_document(facts: Facts, answer: Explanation, now: datetime) -> dict[str, A
                 for team in facts.teams
             ],
             "warm_slots": facts.warm_slots,
-            "needed_mb": job["min_memory_mb"],
+            "needed_mb": facts.ask.memory_mb if facts.ask else job["min_memory_mb"],
             "gpus": _gpus(facts),
             "mean_run_seconds": facts.run_s,
         },

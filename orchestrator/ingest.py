@@ -37,6 +37,7 @@ from orchestrator.store.submit import PERMANENT, Answer, refusal
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.ingest import Delivery
 from orchestrator.telemetry import tracing
+from orchestrator.telemetry.seldom import Seldom
 from orchestrator.triggers import Event, job_body, type_of
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Ingest:
         self._policies = policies
         self._held: dict[str, Pending] = {}
         self._look_at = 0.0
+        self._away = Seldom()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="ingest", daemon=True)
 
@@ -117,18 +119,25 @@ class Ingest:
     def _loop(self) -> None:
         failures = 0
         while not self._stop.is_set():
-            try:
-                self.step()
-                failures = 0
-            except Unavailable as away:
-                failures += 1
-                log.warning("events wait", extra={"error": str(away)})
-            except Exception:
-                failures += 1
-                log.exception("ingest broke")
+            failures = 0 if self.attempt() else failures + 1
             if failures:
                 pause = min(LATEST_S, SOONEST_S * 2.0 ** min(failures, 10))
                 self._stop.wait(pause * random.uniform(0.5, 1.0))
+
+    def attempt(self) -> bool:
+        """A step; whether it went well. A server that is away is tried again soon, and told of seldom."""
+        try:
+            self.step()
+        except Unavailable as away:
+            if self._away.due():
+                log.warning("events wait", extra={"error": str(away)})
+            return False
+        except Exception:
+            log.exception("ingest broke")
+            return False
+        if self._away.over():
+            log.info("events flow again")
+        return True
 
     def step(self) -> None:
         """One round: what others left behind, what is new, then whatever is due."""

@@ -27,8 +27,10 @@ from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.identity import fresh_id
 from orchestrator.jsontext import canonical_json
 from orchestrator.names import OWN_KINDS, Key, Name, TypeName
-from orchestrator.ranking import PRIORITY_NAMES
-from orchestrator.settings import RetryRule, Settings
+from orchestrator.ranking import MAX_PRIORITY, PRIORITY_NAMES
+from orchestrator.setting_values import RetryRule
+from orchestrator.settings import Settings
+from orchestrator.wording import in_our_words
 
 DEFAULT_LANE = "default"
 
@@ -197,7 +199,10 @@ def new_job_id() -> str:
 
 
 def _named_priority(value: object) -> object:
-    return PRIORITY_NAMES.get(value, value) if isinstance(value, str) else value
+    number = PRIORITY_NAMES.get(value) if isinstance(value, str) else value
+    if not isinstance(number, int) or isinstance(number, bool) or abs(number) > MAX_PRIORITY:
+        raise ValueError(f"must be {', '.join(PRIORITY_NAMES)} or a whole number of -{MAX_PRIORITY}…{MAX_PRIORITY}")
+    return number
 
 
 def _default_lane(value: object) -> object:
@@ -231,7 +236,7 @@ def _own_keys(keys: list[str]) -> list[str]:
     return sorted(keys)
 
 
-Priority = Annotated[int, Field(ge=-100, le=100), BeforeValidator(_named_priority)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(_named_priority)]
 Moment = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_iso_text)]
 
 
@@ -290,11 +295,11 @@ class JobSpec(BaseModel):
 
 def readable(invalid: ValidationError, what: str) -> InvalidInput:
     """The first thing that is wrong with it."""
-    first = invalid.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = invalid.errors(include_url=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
         return InvalidInput(f"unknown field {field[:80]!r}; see /openapi.json for the fields of {what}", field[:80])
-    return InvalidInput(f"{field[:80]}: {first['msg']}", field[:80])
+    return InvalidInput(f"{field[:80]}: {in_our_words(first)}", field[:80])
 
 
 _BEGINNING = datetime(1, 1, 1)  # noqa: DTZ001 - the database's clock has no zone

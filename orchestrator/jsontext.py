@@ -16,11 +16,23 @@ _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=F
 def canonical_json(value: object, name: str, max_depth: int) -> str:
     """The one text form of a JSON value: sorted keys, no spaces, valid UTF-8, no NaN, bounded depth."""
     check_depth(value, name, max_depth)
+    return plain_json(value, name)
+
+
+def plain_json(value: object, name: str) -> str:
+    """The same, as deep as Python can go."""
     try:
         text = _encode(value)
         text.encode()
-    except (ValueError, TypeError, UnicodeEncodeError) as unfit:
-        raise InvalidInput(f"{name} is not plain JSON: {unfit}", name) from None
+    except RecursionError:
+        raise InvalidInput(f"{name} is nested too deeply", name) from None
+    except UnicodeEncodeError:
+        raise InvalidInput(
+            f"{name} is not plain JSON: a text has half of a character (a lone surrogate)", name
+        ) from None
+    except (ValueError, TypeError) as unfit:
+        why = "it has no NaN, and no number beyond 1.7e308" if "Out of range" in str(unfit) else unfit
+        raise InvalidInput(f"{name} is not plain JSON: {why}", name) from None
     return text
 
 
@@ -40,8 +52,8 @@ def strict_json(raw: bytes, name: str) -> Any:
         raise InvalidInput(f"{name} is not JSON: {wrong}") from None
     except _Refused as wrong:
         raise InvalidInput(f"{name} {wrong}") from None
-    except ValueError as wrong:  # an integer of thousands of digits
-        raise InvalidInput(f"{name} cannot be read: {str(wrong)[:200]}") from None
+    except ValueError:  # the only other that it raises
+        raise InvalidInput(f"{name} has a whole number of thousands of digits") from None
 
 
 def listed(text: str | None) -> list[str]:

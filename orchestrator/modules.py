@@ -1,8 +1,8 @@
 """Is there a module with handlers at all? Asked of an interpreter as slots have it; nothing of the module runs.
 
-Whoever starts workers asks before it starts anything: a worker with a mistyped module would try for ever. Only what
-certainly is not there is refused, the outermost package of the first name: what lies below a package, and what later
-names mean, may depend on what was imported before.
+Whoever starts workers asks before it starts anything, so that a mistyped name is told at once. Only what certainly is
+not there is refused, the outermost package of the first name: what lies below a package, and what later names mean, may
+depend on what was imported before. Of those the first slot tells, which imports them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ def require_modules(names: Sequence[str], path: str | None = None) -> None:
         raise ConfigError(f"worker_handlers = {name!r}: write {name[:-3]!r}, without .py")
     outermost = name.partition(".")[0]
     if _is_missing(outermost, {} if path is None else {"PYTHONPATH": path}):
-        advice = f"correct the name, or install it, or start where its file is (this is {Path.cwd()})"
-        raise ConfigError(f"worker_handlers = {name!r}: there is no module {outermost!r}; {advice}")
+        raise ConfigError(not_there(f"worker_handlers = {name!r}", outermost))
+
+
+def not_there(named: str, module: str) -> str:
+    """What to tell whoever named it."""
+    advice = f"correct the name, or install it, or start where its file is (this is {Path.cwd()})"
+    return f"{named}: there is no module {module!r}; {advice}"
 
 
 def _is_missing(module: str, environment: dict[str, str]) -> bool:

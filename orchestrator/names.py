@@ -14,8 +14,12 @@ MAX_NAME = 128
 Name = Annotated[str, Field(pattern=PATTERN, max_length=MAX_NAME)]
 TypeName = Annotated[str, Field(pattern=PATTERN, max_length=64)]
 
-#: Several jobs may share one; a slash lets a key name a path or a repository.
-Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/\-]+$", max_length=200)]
+#: Several jobs may share a key; a slash lets it name a path or a repository.
+KEY_PATTERN = r"^[A-Za-z0-9._:/\-]+$"
+Key = Annotated[str, Field(pattern=KEY_PATTERN, max_length=200)]
+
+#: What the patterns allow, for people.
+ALPHABETS = {PATTERN: "A-Z a-z 0-9 . _ : -", KEY_PATTERN: "A-Z a-z 0-9 . _ : / -"}
 #: Kinds of keys that every job has by itself; a job cannot bring its own.
 OWN_KINDS = frozenset({"global", "pool", "agent", "type", "model"})
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from orchestrator.errors import InvalidInput
 from orchestrator.names import Name, is_name
 from orchestrator.triggers import check_template
+from orchestrator.wording import first_wrong
 
 #: What a gate does with a job that it does not let pass.
 Action = Literal["reject", "queue", "cpu"]
@@ -224,10 +225,9 @@ def parse(scope: Scope, body: object) -> Document:
     try:
         return DOCUMENTS[scope].model_validate(body)
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:80]
-        message = first["msg"].removeprefix("Value error, ")
-        raise InvalidInput(f"{where}: {message}" if where else message, where or "body") from None
+        path, words = first_wrong(invalid)
+        field = path[:80]
+        raise InvalidInput(f"{field}: {words}" if field else words, field or "body") from None
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,14 @@ class PoolSpec(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.min_workers > self.desired_workers:
-            raise ValueError("min_workers must not exceed desired_workers")
+            raise ValueError(
+                f"min_workers ({self.min_workers}) must not exceed desired_workers ({self.desired_workers})"
+            )
         if self.max_workers is not None and self.max_workers < self.desired_workers:
-            raise ValueError("max_workers must not be below desired_workers")
+            wanted, most = self.desired_workers, self.max_workers
+            raise ValueError(
+                f"desired_workers ({wanted}) must not exceed max_workers ({most}); raise both, or ask for less"
+            )
         for name in ("desired_workers", "max_workers"):
             if (getattr(self, name) or 0) * self.slots > MAX_POOL_SLOTS:
                 raise ValueError(f"{name} times slots must not exceed {MAX_POOL_SLOTS}")

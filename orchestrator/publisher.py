@@ -100,7 +100,8 @@ class Publisher:
         room, total = pace.room(lane.unread(), least, most, time.monotonic()), 0
         while total < room:
             size, since = min(room - total, CHUNK), tracing.moment()
-            taken, others = self._db.write(
+            # Once: whoever holds the lane's row must not hold up other lanes for long.
+            taken, others = self._db.write_waiting_once(
                 partial(self._take, lane=lane_name, limit=size, urgent=self._urgent(pace, size))
             )
             for other in others:

@@ -23,6 +23,8 @@ LEAST_COST, MOST_COST = 0.01, 86_400.0
 #: Units of head start that one point of priority buys: HIGH (50) overtakes at most 300 units of service.
 UNITS_PER_POINT = 6
 
+#: Points that a priority may have, above and below nothing; some have names.
+MAX_PRIORITY = 100
 PRIORITY_NAMES = {"LOW": -50, "NORMAL": 0, "HIGH": 50}
 
 

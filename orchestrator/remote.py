@@ -15,7 +15,7 @@ from orchestrator.store import reports
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim
-from orchestrator.store.database import Database
+from orchestrator.store.database import Database, Waiting
 from orchestrator.store.dispatch import Claiming, Fetch
 from orchestrator.store.moves import Claimant
 from orchestrator.store.policies import Copy
@@ -60,10 +60,13 @@ class RemoteWork:
         self._terms = terms
         self._policies = policies
         self._claims: Batcher[Fetch, list[Claim]] = Batcher(
-            "claim-batcher", self._claim, weight=lambda fetch: fetch.most
+            "claim-batcher",
+            self._claim,
+            apart=self._claim,
+            weight=lambda fetch: fetch.most,
         )
         self._reports: Batcher[Report, Ended | Heard] = Batcher(
-            "report-batcher", self._write, weight=_weight, about=_about
+            "report-batcher", self._write, apart=self._write, weight=_weight, about=_about
         )
 
     def claim(self, fetch: Fetch) -> Future[list[Claim]]:
@@ -83,9 +86,9 @@ class RemoteWork:
         self._claims.close(timeout_s)
         self._reports.close(timeout_s)
 
-    def _claim(self, fetches: list[Fetch]) -> list[list[Claim] | OrchestratorError]:
+    def _claim(self, fetches: list[Fetch], waiting: Waiting = Waiting.ONCE) -> list[list[Claim] | OrchestratorError]:
         claiming, since = Claiming(fetches, self._claimant, self._policies.book), tracing.moment()
-        answers = self._db.write(claiming)
+        answers = self._db.write_batch(claiming, waiting)
         self._nudge(claiming.freed)
         if spans := tracing.spans():
             for fetch, claims in zip(fetches, answers, strict=True):
@@ -96,11 +99,11 @@ class RemoteWork:
     def _claimant(self, fetcher: Fetcher) -> Claimant:
         return fetcher.as_claimant(lease_ttl_s=self._settings.job_lease_ttl_s, terms=self._terms)
 
-    def _write(self, batch: list[Report]) -> list[Ended | Heard | OrchestratorError]:
+    def _write(self, batch: list[Report], waiting: Waiting = Waiting.ONCE) -> list[Ended | Heard | OrchestratorError]:
         since = tracing.moment()
-        answers, freed = self._db.write(lambda conn: self._record(conn, batch))
-        waiting = [answer for answer in answers if isinstance(answer, Ended) and answer.status is Status.PENDING]
-        self._nudge(freed | {answer.lane for answer in waiting})
+        answers, freed = self._db.write_batch(lambda conn: self._record(conn, batch), waiting)
+        again = [answer for answer in answers if isinstance(answer, Ended) and answer.status is Status.PENDING]
+        self._nudge(freed | {answer.lane for answer in again})
         _tell(batch, answers)
         if spans := tracing.spans():
             told = [

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from orchestrator.errors import InvalidInput
 from orchestrator.jobs import NewJob, readable
-from orchestrator.names import PATTERN
 
 #: Of those times that are more than this late, `skip` runs none. A change of leaders is quicker.
 ON_TIME = timedelta(seconds=60)
@@ -30,11 +29,10 @@ TICK = timedelta(microseconds=1)
 #: Characters of a schedule's name: with the time it fires at, it is the id of a job.
 MAX_ID = 90
 
-ScheduleId = Annotated[str, Field(pattern=PATTERN, max_length=MAX_ID)]
 CatchUp = Literal["skip", "last", "all"]
 
 #: What a job that comes again and again cannot have, and why.
-_NOT_RECURRING = {
+NOT_RECURRING = {
     "job_id": "is made of the schedule's id and the time it fires at; leave it out",
     "earliest_start_at": "is one moment; a recurring job starts when its schedule fires",
     "deadline_at": "is one moment; a recurring job would miss it ever after",
@@ -82,7 +80,7 @@ def recurring_job(
     template: dict[str, Any], job_id: str, max_bytes: int, max_depth: int, trace_context: str | None = None
 ) -> NewJob:
     """The job of one firing. Raises InvalidInput."""
-    for name, why in _NOT_RECURRING.items():
+    for name, why in NOT_RECURRING.items():
         if name in template:
             raise InvalidInput(f"job.{name}: {why}", f"job.{name}")
     return NewJob.prepare(template | {"job_id": job_id}, max_bytes, max_depth, trace_context)

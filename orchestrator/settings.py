@@ -1,208 +1,68 @@
-"""Every setting, in one frozen object: what each value must be, and how they must relate.
+"""Every setting, in one frozen object, and how they must relate.
 
-`orchestrator.config` reads them, once at start.
+What single ones must be says `orchestrator.setting_values`. `orchestrator.config` reads them, once at start.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from typing import Any, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    model_validator,
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+
+from orchestrator.names import Name
+from orchestrator.setting_values import (
+    Bytes,
+    Count,
+    DatabaseUrl,
+    Directory,
+    FilePath,
+    GpuBackend,
+    Host,
+    HttpUrl,
+    LockName,
+    LogFormat,
+    LogLevel,
+    Millis,
+    Modules,
+    OtlpUrl,
+    Percent,
+    PlacementPolicy,
+    PodName,
+    Port,
+    Prefix,
+    RedisUrl,
+    RetryRules,
+    Seconds,
+    SecondsOrZero,
+    UpTo100,
+    UpTo512,
 )
-
-from orchestrator.names import Name, TypeName
 
 #: Where Kubernetes puts what a pod needs to speak to it.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SECRET = frozenset({"database_url", "redis_url"})
+#: A job's lease lives so many times as long as its worker may be silent, at least.
+LEASE_OVER_TIMEOUT = 1.25
 
 # The password runs to the LAST @, so that one with a raw @ or / is masked whole; hiding a part of the host as
 # well is the cheaper mistake.
 _USERINFO = re.compile(r"^((?:[A-Za-z][A-Za-z0-9+.-]*://)?+[^:@]*):.*@", re.DOTALL)
-# Names of other arguments are taken as a whole too, so that none of their characters is looked at twice.
+# Names of other arguments are taken as a whole too, so that none of their characters is looked at twice. One with a %
+# may be any of them.
 _QUERY = re.compile(
-    r"([?&](?:(?!pass|pwd|secret|token)[^=&])*+(?:pass|pwd|secret|token)[^=&]*+=)[^&]*+|[?&][^=&]*+", re.IGNORECASE
+    r"([?&](?:(?!pass|pwd|secret|token|%)[^=&])*+(?:pass|pwd|secret|token|%)[^=&]*+=)[^&]*+|[?&][^=&]*+", re.IGNORECASE
 )
 
 
 def safe_url(url: str) -> str:
     """The URL with its password masked, also when the URL is malformed."""
     return _QUERY.sub(lambda found: f"{found[1]}***" if found[1] else found[0], _USERINFO.sub(r"\1:***@", url))
-
-
-# What single values must be.
-
-
-def _split(url: str) -> SplitResult:
-    # urlsplit drops tabs and newlines silently, and its own messages quote the password.
-    if not url.isprintable() or " " in url:
-        raise ValueError("must hold no whitespace and no control characters")
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:
-        raise ValueError("must be a URL; write special characters of the password as %XX") from None
-    return parts
-
-
-#: What may stand behind the ? of a URL. The libraries take any argument of their own there, and some would overrule
-#: our time limits or change what answers look like; unknown ones end in an error at the first connection.
-_OPTIONS = {
-    "sqlite": {},
-    "mysql": {
-        "charset": r"utf8mb4",
-        "unix_socket": r".+",
-        r"ssl_(ca|cert|key)": r".+",
-        r"ssl_verify_(cert|identity)": r"true|false",
-    },
-    "redis": {"client_name": r".+", "username": r".+", "password": r".+"},
-    "rediss": {"client_name": r".+", "username": r".+", "password": r".+", r"ssl_(ca_certs|certfile|keyfile)": r".+"},
-    "unix": {"db": r"[0-9]{1,5}", "client_name": r".+", "username": r".+", "password": r".+"},
-}
-
-
-def _check_parts(parts: SplitResult, kind: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9._:-]*", parts.hostname or ""):
-        raise ValueError("must name a host by letters, digits, dots and dashes")
-    for key, value in parse_qsl(parts.query, keep_blank_values=True):
-        known = [pattern for name, pattern in _OPTIONS[kind].items() if re.fullmatch(name, key)]
-        if not known or not re.fullmatch(known[0], value):
-            # The value may be a password.
-            raise ValueError(f"must not say ?{key[:40]}=… like that; see docs/settings.md for what may stand there")
-
-
-def _database_url(url: str) -> str:
-    parts, (scheme, separator, rest) = _split(url), url.partition("://")
-    if scheme == "sqlite" and separator and not parts.netloc:
-        _check_parts(parts, "sqlite")
-        return url
-    if scheme in {"mysql+pymysql", "mysql", "mariadb"} and parts.path.strip("/"):
-        _check_parts(parts, "mysql")
-        return f"mysql+pymysql://{rest}"
-    raise ValueError("must be sqlite:///FILE or mysql+pymysql://user:password@host:3306/NAME")
-
-
-def _redis_url(url: str) -> str:
-    parts, (scheme, separator, _) = _split(url), url.partition("://")
-    if scheme in {"redis+sentinel", "redis+cluster"}:
-        raise ValueError(f"this version does not support {scheme}:// yet; use redis:// or rediss://")
-    # The client library quietly takes database 0 for a path that is no number.
-    paths = {"redis": r"(/[0-9]{0,5})?", "rediss": r"(/[0-9]{0,5})?", "unix": r"/.+"}
-    if separator and scheme in paths and re.fullmatch(paths[scheme], parts.path):
-        _check_parts(parts, scheme)
-        return url
-    raise ValueError("must be redis://host:6379/0, rediss://host:6379/0 or unix:///SOCKET?db=0")
-
-
-def _host(host: str) -> str:
-    try:
-        open_to_network = host != "localhost" and not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        open_to_network = True
-    if open_to_network:
-        why = "this version has no authentication yet, so it does not listen on a network"
-        raise ValueError(f"must be a loopback address (127.0.0.1, ::1, localhost): {why}")
-    return host
-
-
-def _prefix(text: str) -> str:
-    # Braces would make one hash tag of the prefix and put every lane on one cluster node.
-    if text and all(c.isprintable() and not c.isspace() and c not in "{}" for c in text):
-        return text
-    raise ValueError("must not be empty and must hold no braces, whitespace or control characters")
-
-
-def _gpu_backend(text: str) -> str:
-    group = r"[1-9][0-9]{0,2}x[1-9][0-9]{0,6}"
-    if text in {"auto", "nvml", "none"} or re.fullmatch(rf"sim:{group}(,{group})*", text):
-        return text
-    raise ValueError("must be auto, nvml, none or sim:NxMB[,NxMB], for example sim:2x24576")
-
-
-def _path(value: object) -> object:
-    if isinstance(value, str) and (not value or "\0" in value):
-        raise ValueError("must be a path")
-    return Path(value) if isinstance(value, str) else value
-
-
-def _http_url(url: str) -> str:
-    parts = _split(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.path.strip("/"):
-        raise ValueError("must be https://host:port, without a path")
-    return url
-
-
-def _otlp_url(url: str) -> str:
-    """A bare address means the path that OTLP over HTTP has for spans."""
-    parts = _split(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc or parts.query:
-        raise ValueError("must be http://host:4318 or https://host/PATH, without a password and without ?…")
-    return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
-
-
-DatabaseUrl = Annotated[str, AfterValidator(_database_url)]
-RedisUrl = Annotated[str, AfterValidator(_redis_url)]
-HttpUrl = Annotated[str, AfterValidator(_http_url)]
-OtlpUrl = Annotated[str, AfterValidator(_otlp_url)]
-Host = Annotated[str, AfterValidator(_host)]
-Directory = Annotated[Path, BeforeValidator(_path)]
-FilePath = Annotated[Path, BeforeValidator(_path)]
-Prefix = Annotated[str, AfterValidator(_prefix)]
-LockName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$"), AfterValidator(str.lower)]
-Module = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
-Modules = Annotated[tuple[Module, ...], Field(strict=False)]  # TOML has lists
-PodName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-GpuBackend = Annotated[str, AfterValidator(_gpu_backend)]
-# Every number has an upper bound (times: a year), so that each wait and each point in time stays computable.
-Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)]
-Millis = Annotated[int, Field(gt=0, le=86_400_000)]  # to Redis, BLOCK 0 means for ever
-Port = Annotated[int, Field(ge=0, le=65535)]
-Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
-UpTo100 = Annotated[int, Field(ge=1, le=100)]
-UpTo512 = Annotated[int, Field(ge=1, le=512)]
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
-# Escaped, it doubles, and must still fit into a packet of 16 MiB, which is as much as MariaDB takes by default.
-Bytes = Annotated[int, Field(ge=1, le=6 * 2**20)]
-PlacementPolicy = Literal["fragmentation", "best_fit", "spread"]
-LogFormat = Literal["console", "json"]
-LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-
-
-class RetryRule(BaseModel):
-    """What one job type wants otherwise than the others."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    max_attempts: UpTo100 | None = None
-    base_s: Seconds | None = None
-    cap_s: Seconds | None = None
-
-
-def _table(value: object) -> object:
-    """A table in the file, JSON text elsewhere."""
-    try:
-        return json.loads(value or "{}") if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise ValueError('must be JSON such as {"embed": {"max_attempts": 3, "base_s": 0.5}}') from None
-
-
-RetryRules = Annotated[dict[TypeName, RetryRule], BeforeValidator(_table)]
 
 
 def _is(default: Any, description: str) -> Any:
@@ -232,7 +92,7 @@ class Settings(BaseModel):
     leader_ttl_s: Seconds = _is(10.0, "a leader that does not renew for this long is replaced")
     leader_interval_s: Seconds = _is(0.5, "how often a candidate tries and a leader renews")
     leader_trust_margin_s: Seconds = _is(2.0, "a leader stops trusting its term this long before it expires")
-    lease_ttl_s: Seconds = _is(60.0, "how long a GPU lease lives without a heartbeat, by default")
+    lease_ttl_s: Seconds = _is(60.0, "how long a client's GPU lease lives without a heartbeat, by default")
     lease_ttl_max_s: Seconds = _is(86_400.0, "longest lease a client may ask for")
     worker_timeout_s: Seconds = _is(10.0, "a worker silent for this long is dead")
     worker_heartbeat_s: Seconds = _is(2.0, "at most this long between two signs of life of a worker")
@@ -308,8 +168,11 @@ class Settings(BaseModel):
 
     @property
     def job_lease_ttl_s(self) -> float:
-        """How long a job's lease outlives its worker: a little longer than the worker counts as alive."""
-        return min(self.lease_ttl_s, 1.25 * self.worker_timeout_s)
+        """How long a job's lease lives after its worker's last heartbeat: longer than the worker counts as alive.
+
+        And by a beat longer, since slots are told a beat less: who counts as alive keeps its leases.
+        """
+        return max(LEASE_OVER_TIMEOUT * self.worker_timeout_s, self.worker_timeout_s + self.worker_heartbeat_s)
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for key, value in super().__repr_args__():
@@ -331,14 +194,14 @@ FIELDS_ONLY = {"relations": "are checked by the caller"}
 
 @dataclass(frozen=True)
 class Relation:
-    """`short`, taken `times` times, fits into `long` less `reserve`; times in ms are read as seconds."""
+    """`short`, taken `times` times, fits into `long` less `reserve` and `margin`; times in ms are read as seconds."""
 
     short: str
-    times: int
+    times: float
     long: str
     why: str
     reserve: str | None = None
-    strict: bool = False
+    margin: float = 0.0
 
     @property
     def keys(self) -> list[str]:
@@ -346,32 +209,33 @@ class Relation:
 
     def holds(self, settings: Settings) -> bool:
         room = _number(settings, self.long) - (_number(settings, self.reserve) if self.reserve else 0)
-        need = _number(settings, self.short) * self.times
+        need = _number(settings, self.short) * self.times + self.margin
         # The billionth: 3 * 0.1 fits into 0.3 despite binary fractions.
-        return need < room if self.strict else need <= room + 1e-9
+        return need <= room + 1e-9
 
     def message(self, settings: Settings) -> str:
         values = ", ".join(f"{key} = {getattr(settings, key)}" for key in self.keys)
-        factor = f" times {self.times}" if self.times > 1 else ""
-        bound = "must be less than" if self.strict else "must not exceed"
+        factor = f" times {self.times:g}" if self.times > 1 else ""
+        plus = f" plus {self.margin:g} s" if self.margin else ""
         less, or_lower = (f" less {self.reserve}", f" or {self.reserve}") if self.reserve else ("", "")
-        rule = f"{self.short}{factor} {bound} {self.long}{less}"
+        rule = f"{self.short}{factor}{plus} must not exceed {self.long}{less}"
         return f"{values}: {rule} ({self.why}); raise {self.long} or lower {self.short}{or_lower}"
 
 
 RELATIONS = (
     Relation("worker_heartbeat_s", 3, "worker_timeout_s", "two lost heartbeats are no death"),
-    Relation("worker_heartbeat_s", 3, "lease_ttl_s", "two lost heartbeats must not cost the lease"),
     Relation("lease_ttl_s", 1, "lease_ttl_max_s", "the default lease must itself be allowed"),
     Relation("gpu_sample_s", 3, "gpu_stale_s", "two lost samples must not close the gate"),
     Relation("leader_interval_s", 3, "leader_ttl_s", "two renewals may be lost", reserve="leader_trust_margin_s"),
-    Relation("redis_block_ms", 1, "redis_timeout_s", "an idle read is no dead server", strict=True),
+    # Its answer comes at the end of BLOCK, and then has its way to us.
+    Relation("redis_block_ms", 1, "redis_timeout_s", "an idle read is no dead server", margin=0.5),
     Relation("worker_heartbeat_s", 2, "claim_idle_ms", "an entry is not idle before its owner could say so"),
     Relation("lane_window_min", 1, "lane_window_max", "the window needs room"),
     Relation("retry_base_s", 1, "retry_cap_s", "the first wait is not above the longest"),
     Relation("publish_interval_s", 2, "republish_after_s", "what was just sent must not be sent twice"),
     Relation("retention_results_s", 1, "retention_jobs_s", "a result goes with its job at the latest"),
-    Relation("lease_ttl_s", 1, "retention_jobs_s", "the lease of a job that is forgotten must be over"),
+    # More than `job_lease_ttl_s` can be, which is a timeout and a third.
+    Relation("worker_timeout_s", 1.5, "retention_jobs_s", "the lease of a job that is forgotten must be over"),
 )
 
 

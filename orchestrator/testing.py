@@ -43,6 +43,7 @@ from orchestrator.errors import ConfigError, Unavailable
 from orchestrator.modules import require_modules
 from orchestrator.settings import Settings
 from orchestrator.store.dialect import SCRATCH, scratch_url
+from orchestrator.wording import first_wrong
 
 if TYPE_CHECKING:
     from orchestrator.daemon import Orchestrator
@@ -99,8 +100,7 @@ def _validated(chosen: Mapping[str, object]) -> Settings:
     try:
         return Settings.model_validate(chosen)
     except ValidationError as wrong:
-        first = wrong.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ConfigError(": ".join(filter(None, first_wrong(wrong)))) from None
 
 
 @cache
@@ -138,6 +138,8 @@ def _served(settings: Settings, worker: WorkerChild) -> Iterator[str]:
         thread.start()
         deadline = time.monotonic() + START_S
         while not (server.started and _takes_jobs(orchestrator)):
+            if worker.refused:
+                raise ConfigError("the worker refuses to run; what it wrote to standard error tells why")
             if worker.code is not None:
                 raise Unavailable(f"the worker ended with {worker.code}; what it wrote to standard error tells why")
             if time.monotonic() > deadline or not thread.is_alive():

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from orchestrator.jobs import TERMINAL
 from orchestrator.settings import Settings
 from orchestrator.store import job_reads, schema
 from orchestrator.store.database import Database
-from tests.forked import Forked
+from tests.forked import ROOT, Forked
 from tests.plain import http
 from tests.processes import children
 from tests.waiting import wait_until
@@ -33,25 +33,23 @@ class Member:
         log: Path,
         path: str = "",
         *,
-        cwd: Path | None = None,
-        prefix: Sequence[str] = (),
+        build: Path = ROOT,
         environment: Mapping[str, str] = MappingProxyType({}),
         forked: bool = False,
     ) -> None:
-        """`prefix` is a program that becomes this one, `environment` what it finds beside its settings."""
+        """`environment` is what it finds beside its settings, `build` where its packages are."""
         self.log = log
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
         whole = inherited | settings.environment() | {"PYTHONPATH": path, **environment}
         self.process: subprocess.Popen[bytes] | Forked
-        # What the dynamic loader reads it reads once, when a program starts.
-        if forked and not (prefix or environment or cwd):
-            self.process = Forked(command, whole, path, log)
+        if forked:
+            self.process = Forked(command.split(), whole, log, path=path, build=build, at_start=environment)
             return
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "orchestrator", *command.split()],
+                [sys.executable, "-m", "orchestrator", *command.split()],
                 env=whole,
-                cwd=cwd,
+                cwd=build,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

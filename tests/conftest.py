@@ -20,11 +20,12 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.util import LRUCache
 
 from orchestrator.settings import Settings
-from orchestrator.store import dialect, schema
+from orchestrator.store import schema
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
 from tests.gpu.driver import MissingCompilerError, build
-from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey, find_binary
+from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey, find_binary, memory
+from tests.tables import make_tables
 
 S = TypeVar("S", bound=Server)
 T = TypeVar("T")
@@ -44,6 +45,7 @@ def pytest_configure() -> None:
     # Tests start programs by the hundred: each would compile all of the source again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    Server.home = memory()
     _hear_signals()
 
 
@@ -186,7 +188,9 @@ def _compiled_once() -> Iterator[None]:
     """A program has one database and compiles its statements once; tests open one after the other."""
     with pytest.MonkeyPatch.context() as patch:
         options = {"compiled_cache": _Compiled(2000)}
-        patch.setattr(dialect, "create_engine", partial(create_engine, execution_options=options))
+        for database in ("mariadb", "sqlite"):
+            engines = f"orchestrator.store.dialect.{database}.create_engine"
+            patch.setattr(engines, partial(create_engine, execution_options=options))
         yield
 
 
@@ -194,7 +198,7 @@ def _compiled_once() -> Iterator[None]:
 def mariadb_with_tables(mariadb_url: str) -> Iterator[Database]:
     """Open for the whole session: connecting takes longer than most tests."""
     database = Database(Settings(**SHORT, database_url=mariadb_url))
-    schema.metadata.create_all(database.engine)
+    make_tables(database.engine)
     yield database
     database.close()
 
@@ -203,30 +207,8 @@ def mariadb_with_tables(mariadb_url: str) -> Iterator[Database]:
 def sqlite_with_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("template") / "orchestrator.db"
     engine = create_engine(f"sqlite:///{path}")
-    schema.metadata.create_all(engine)
+    make_tables(engine)
     engine.dispose()
-    return path
-
-
-@pytest.fixture(scope="session")
-def mariadb_migrated(mariadb: MariaDB) -> Iterator[Database]:
-    """Made by migrations, which take seconds: once for those who need them, not for each."""
-    from orchestrator.store import migrate
-
-    database = Database(Settings(**SHORT, database_url=mariadb.create_database("orchestrator_migrated")))
-    migrate.upgrade(database)
-    yield database
-    database.close()
-
-
-@pytest.fixture(scope="session")
-def sqlite_migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from orchestrator.store import migrate
-
-    path = tmp_path_factory.mktemp("migrated") / "orchestrator.db"
-    database = Database(Settings(**SHORT, database_url=f"sqlite:///{path}"))
-    migrate.upgrade(database)
-    database.close()
     return path
 
 
@@ -265,17 +247,6 @@ def db_url(database_url: str, request: pytest.FixtureRequest) -> str:
     else:
         empty(request.getfixturevalue("mariadb_with_tables"))
     return database_url
-
-
-@pytest.fixture
-def migrated_url(database_url: str, request: pytest.FixtureRequest) -> str:
-    """Like `db_url`, and as `gpuorch serve` wants it: with the version of its tables."""
-    if database_url.startswith("sqlite"):
-        copyfile(request.getfixturevalue("sqlite_migrated"), database_url.removeprefix("sqlite:///"))
-        return database_url
-    database: Database = request.getfixturevalue("mariadb_migrated")
-    empty(database)
-    return database.settings.database_url
 
 
 @pytest.fixture

@@ -3,20 +3,21 @@
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, event, insert, select, update
+from sqlalchemy import Connection, NullPool, create_engine, event, insert, select, text, update
 
 from orchestrator.actors import acting
+from orchestrator.errors import WorkerLost
 from orchestrator.gpu import Gpu, GpuProcess
 from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
-from orchestrator.leases import ResidentSlot, Terms
+from orchestrator.leases import ResidentSlot, Terms, token_hash
 from orchestrator.placement import Policy
 from orchestrator.policies import Book
-from orchestrator.store import audit, inventory, nodes, schema
+from orchestrator.store import audit, inventory, leases, nodes, schema
 from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
@@ -79,7 +80,8 @@ class Hand:
         beat = nodes.Beat(**({"busy": 0, "done": 0, "failed": 0, "draining": False} | fields))
 
         def work(conn: Any) -> Findings:
-            nodes.heartbeat(conn, self.worker, beat)
+            if nodes.heartbeats(conn, self.worker.node_id, {self.worker_id: beat}, {}, recent_s=60.0).lost:
+                raise WorkerLost(self.worker_id)
             nodes.note_progress(conn, {self.worker_id: beat})
             gate = Gate(GATE_PCT)
             return inventory.take_stock(
@@ -249,6 +251,33 @@ def many_jobs(db: Database, count: int, **columns: Any) -> None:
     db.write(lambda conn: conn.execute(insert(schema.jobs), batch))
 
 
+def rows_read(conn: Connection) -> int:
+    """Rows that this connection read so far, and entries of indexes, as MariaDB counts them."""
+    read = conn.execute(text("SHOW SESSION STATUS LIKE 'Handler_read%'")).all()
+    return sum(int(count) for _name, count in read)
+
+
+# --- holding ---
+
+
+@contextmanager
+def holding(db: Database, table: Any, *conditions: Any, read: bool = False) -> Iterator[None]:
+    """Hold rows, as an operator's shell does. It is no session of ours: those the server ends when they idle.
+
+    Only rows: as shells are by default it would hold what lies between them too, unless the conditions name keys.
+    """
+    engine = create_engine(db.settings.database_url, poolclass=NullPool, isolation_level="READ COMMITTED")
+    with engine.connect() as operator:
+        held = operator.execute(select(table).where(*conditions).with_for_update(read=read))
+        assert held.all(), "there is nothing to hold"
+        yield
+        operator.rollback()
+
+
+def holding_job(db: Database, *job_ids: str) -> AbstractContextManager[None]:
+    return holding(db, schema.jobs, schema.jobs.c.job_id.in_(job_ids))
+
+
 # --- counting ---
 
 
@@ -276,6 +305,14 @@ def traffic(db: Database) -> Iterator[Traffic]:
     finally:
         event.remove(db.engine, "before_cursor_execute", on_statement)
         event.remove(db.engine, "commit", on_commit)
+
+
+def heartbeat(db: Database, token: str) -> datetime:
+    """Of a client's lease: until when it lives now. Raises why it does not."""
+    (answer,) = db.write(lambda conn: leases.heartbeats(conn, [token_hash(token)]))
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def active_leases(db: Database) -> list[Any]:

@@ -1,5 +1,9 @@
 """What the kernel says about a process."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,3 +46,25 @@ def children(pid: int) -> set[int]:
         return {int(child) for thread in threads for child in (thread / "children").read_text().split()}
     except FileNotFoundError:  # it is gone
         return set()
+
+
+def files(pid: int) -> dict[str, str]:
+    """What it has open, by number."""
+    found = {}
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found[file.name] = str(file.readlink())
+    return found
+
+
+@contextmanager
+def few_files(pid: int, free: int) -> Iterator[None]:
+    """Meanwhile this process can open so many files more, and no others."""
+    numbers = (number for number in count() if not Path(f"/proc/{pid}/fd/{number}").is_symlink())
+    limit = next(islice(numbers, free, None))
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)

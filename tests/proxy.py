@@ -19,8 +19,6 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from tests.waiting import wait_until
-
 
 class _Link:
     """One client's connection and its twin to the server."""
@@ -85,10 +83,6 @@ class Proxy:
         self._set("pass")
         for link in harmed:
             link.close()
-
-    def wait_swallowed(self, timeout: float = 5.0) -> None:
-        """Until an answer got lost: the request was carried out, and its sender does not know."""
-        wait_until(lambda: self.swallowed, timeout=timeout, what="an answer was swallowed")
 
     def __enter__(self) -> Self:
         return self

@@ -43,6 +43,9 @@ START_TIMEOUT_S = 60.0
 #: Seconds between SIGTERM and SIGKILL.
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 40
+#: Files there cost no disk, and this many bytes are enough.
+IN_MEMORY = "/dev/shm"  # noqa: S108 - folders in it are made by tempfile
+ROOM = 8 << 30
 
 #: Below the range from which Linux takes the ports of outgoing connections. A port inside that range can be
 #: taken by a client while its server is down, and a client that keeps reconnecting can even reach itself.
@@ -84,16 +87,36 @@ def free_port() -> int:
             return port
 
 
+def memory() -> str | None:
+    """A folder in memory with room for the servers of all parts; None where there is none, and disks must do."""
+    try:
+        room = shutil.disk_usage(IN_MEMORY).free
+    except OSError:
+        return None
+    _tidy(Path(IN_MEMORY))
+    return IN_MEMORY if room >= ROOM and os.access(IN_MEMORY, os.W_OK) else None
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what tests left that were killed: it would take memory until the machine is restarted."""
+    for left in folder.glob("orch-*-*-*"):
+        if not Path(f"/proc/{left.name.split('-')[2]}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
 class Server(ABC):
     """One private server: directory and port live as long as the object, the process comes and goes."""
 
     name: ClassVar[str]
+    #: Where servers keep their data, None for the usual place. Tests kill processes, not machines, and so need no disk;
+    #: benchmarks do.
+    home: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self.binary = self.find_binary()
         self.port = free_port()
         # A short path of our own: a unix socket's path is limited to about 100 characters.
-        self.directory = Path(tempfile.mkdtemp(prefix=f"orch-{self.name}-"))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"orch-{self.name}-{os.getpid()}-", dir=self.home))
         # Also when nobody leaves a `with`: a database left behind is a hundred megabytes.
         self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
         self.log = self.directory / "server.log"
@@ -266,6 +289,8 @@ class MariaDB(Server):
             f"--socket={self.socket}",
             f"--pid-file={self.directory / 'mariadbd.pid'}",
             f"--port={self.port}",
+            # A server that starts removes temporary tables from the folder that all of them share by default.
+            f"--tmpdir={self.directory}",
             "--bind-address=127.0.0.1",
             "--skip-name-resolve",
             # What Debian's configuration sets; without any configuration the default is latin1.

@@ -64,7 +64,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
         case Retry():
             return _failed("transient", error) | {"retry_after_s": error.after}
         case _:
-            return _failed("transient", error) | {"error": _trace(error)}
+            return _failed("transient", error) | {"error": trace(error)}
 
 
 def _failed(kind: str, error: BaseException) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _failed_together(error: BaseException, size: int) -> dict[str, Any]:
     return {
         "outcome": "handed_back",
         "error_kind": "batch",
-        "error": f"its batch of {size} failed as a whole: {said(error)}\n{_trace(error)}",
+        "error": f"its batch of {size} failed as a whole: {said(error)}\n{trace(error)}",
         "retry_after_s": error.after if isinstance(error, Retry) else None,
     }
 
@@ -94,7 +94,8 @@ def _text(error: BaseException) -> str:
         return f"(its text could not be had: {type(unable).__name__})"
 
 
-def _trace(error: BaseException) -> str:
+def trace(error: BaseException) -> str:
+    """With the last of the frames that it came through."""
     return "".join(traceback.format_exception(error, limit=-8))
 
 

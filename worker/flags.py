@@ -6,20 +6,17 @@ writes.
 
 from __future__ import annotations
 
-import mmap
 import os
 
 from orchestrator.batching import MAX_BATCH
+from worker import shared
 
 
 class Flags:
     """Bytes that the supervisor writes and one slot reads."""
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("cancelled", 0) if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, MAX_BATCH)
-        self._memory = mmap.mmap(self.fd, MAX_BATCH)
+        self.fd, self._memory = shared.memory("cancelled", MAX_BATCH, fd)
 
     def put_up(self, place: int) -> None:
         self._memory[place] = 1

@@ -47,6 +47,16 @@ class OutOfTime(Retry):
     """The job's `max_runtime_sec` is nearly over: raise it when `ctx.out_of_time` turned true, or be killed soon."""
 
 
+class NotLoaded(Exception):
+    """A module of handlers could not be imported, for the reason that caused this."""
+
+    def __init__(self, named: str, module: str, error: BaseException) -> None:
+        super().__init__(f"{named} does not load")
+        #: Where somebody named it, and what is missing of it: itself, or a package that it should be in.
+        self.named = named
+        self.missing = error.name if isinstance(error, ModuleNotFoundError) and _is_of(error.name, module) else None
+
+
 @dataclass(frozen=True)
 class Registered:
     type: str
@@ -120,10 +130,19 @@ def handler(
 
 
 def load(modules: Iterable[str]) -> dict[str, Registered]:
-    """Import the built-in handlers, those of installed packages, and the operator's modules."""
-    for name in (BUILTIN, *(point.value for point in entry_points(group=ENTRY_POINTS)), *modules):
-        importlib.import_module(name)
+    """Import the built-in handlers, those of installed packages, and the operator's modules. Raises NotLoaded."""
+    named = {point.value: f"entry point {point.name} of {ENTRY_POINTS}" for point in entry_points(group=ENTRY_POINTS)}
+    for name in (BUILTIN, *named, *modules):
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise NotLoaded(f"{named.get(name, 'worker_handlers')} = {name!r}", name, error) from error
     return dict(_registry)
+
+
+def _is_of(missing: str | None, module: str) -> bool:
+    """Whether it is the module itself, or a package around it; else it is something that the module wants to import."""
+    return missing is not None and f"{module}.".startswith(f"{missing}.")
 
 
 def _name(target: Callable[..., Any]) -> str:

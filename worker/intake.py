@@ -81,14 +81,21 @@ class Intake:
         # A claim waits while ends are written, however long the database is away; then it is asked for again.
         self._patience_s = 10 * settings.db_timeout_s
         self._stop = threading.Event()
+        #: Whether Redis can be asked to end a read.
+        self._asks = True
         self._thread = logs.thread(self._loop, "intake")
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take nothing more. Returns at once; a read that waits ends with `join`, or within redis_block_ms."""
+        """Take nothing more. Returns at once; a read that waits ends with `interrupt` or `join`, or by itself."""
         self._stop.set()
+        self._slots.seal()
+
+    def interrupt(self) -> None:
+        """End a read that waits. Asks Redis, and so may wait for it; when it does not answer, it is not asked again."""
+        self._asks = self._asks and self._reader.ear.interrupt()
 
     @property
     def is_alive(self) -> bool:
@@ -226,7 +233,7 @@ class Intake:
     def _put_back(self, entries: Sequence[Entry]) -> None:
         """Read, but too late to be run here: let the publisher announce them again at once."""
         ids = [entry.job_id for entry in entries if entry.job_id]
-        self._db.write(lambda conn: outbox.unpublish(conn, ids))
+        self._db.write(lambda conn: outbox.unpublish_unheld(conn, ids))
         self._lane.ack([entry.entry_id for entry in entries])
 
 

@@ -3,6 +3,9 @@
 Whatever arrives while the last transaction is being committed goes into the next one: the ends of the jobs that
 just finished together with the claims of those that take their slots. Entries are acknowledged after the commit,
 beside the next ones; a crash in between costs a delivery that the database recognises as settled.
+
+Whoever holds a row keeps what concerns it from being written, and nothing else: ends, starts and releases are put off
+until they can be, a job that cannot be claimed is left for later.
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot
 from orchestrator.store import audit, followers, leases
-from orchestrator.store.batcher import Batcher
+from orchestrator.store.batcher import Batcher, Later
 from orchestrator.store.caps import Seats
-from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
-from orchestrator.store.database import CONTENT_ERRORS, Database
+from orchestrator.store.claim import Claim, NotClaimed, claim_jobs, leave_for_later
+from orchestrator.store.database import CONTENT_ERRORS, Database, RowsHeld, Waiting
 from orchestrator.store.moves import Claimant
 from orchestrator.store.policies import Copy
 from orchestrator.store.settle import (
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Seconds between tries while the database is away. Results wait in memory meanwhile.
+#: Seconds between tries while the database is away, or somebody holds a row. Results wait in memory meanwhile.
 RETRY_EVERY_S = 0.5
 #: Seconds that ends wait for a claim to share their transaction, while the lane is busy.
 LINGER_S = 0.01
@@ -72,7 +75,7 @@ Answers = dict[str, Claim | NotClaimed]
 
 class _Written(NamedTuple):
     settled: list[Settled]
-    answers: list[Answers | Exception]
+    answers: list[Answers]
     #: Lanes in which somebody was let go, since a cap has room or a task ended.
     freed: set[str]
 
@@ -85,6 +88,7 @@ class _Turn:
     ends: list[End]
     offers: list[Offer]
     releases: list[Release] = field(default_factory=list)
+    waiting: Waiting = Waiting.ONCE
 
 
 class Ledger:
@@ -119,10 +123,13 @@ class Ledger:
         self._on_freed = on_freed
         self._on_stuck = on_stuck
         self._give_up = threading.Event()
+        #: What was put off, since somebody holds a row of it. The batcher's thread alone looks at it.
+        self._late: set[Note] = set()
         # Ends wait a moment for the claim that follows them, when one is about to.
         self._batcher: Batcher[Note | Offer, Answers] = Batcher(
             "ledger",
             self._flush,
+            apart=self._flush_apart,
             linger=lambda: LINGER_S if claim_is_near() else 0.0,
             urgent=lambda item: isinstance(item, Offer),
             about=lambda item: _about(item.event) if isinstance(item, Note) else {},
@@ -146,7 +153,50 @@ class Ledger:
             self._batcher.close(timeout_s)
         self._acks.flush(timeout_s)
 
-    def _flush(self, items: list[Note | Offer]) -> list[Answers | Exception]:
+    def _flush(self, items: list[Note | Offer]) -> list[Answers | Later | Exception]:
+        return self._flush_in_order(items, Waiting.ONCE)
+
+    def _flush_apart(self, items: list[Note | Offer], waiting: Waiting) -> list[Answers | Later | Exception]:
+        """What cannot be written by itself is not written now."""
+        try:
+            return self._flush_in_order(items, waiting)
+        except RowsHeld as held:
+            if len(items) > 1 or self._give_up.is_set():
+                raise  # the batcher finds the one at fault
+            (item,) = items
+            return [self._claim_apart(item) if isinstance(item, Offer) else self._put_off(item, held)]
+
+    def _put_off(self, note: Note, held: RowsHeld) -> Later:
+        if note not in self._late:
+            told = {"item": type(note.event).__name__, "error": str(held)}
+            log.warning("somebody holds a row", extra=told | _about(note.event))
+        self._late.add(note)
+        return Later(RETRY_EVERY_S)
+
+    def _flush_in_order(self, items: list[Note | Offer], waiting: Waiting) -> list[Answers | Later | Exception]:
+        """All but what must not be written before something that was put off."""
+        behind = [item for item in items if self._is_behind(item, items)] if self._late else []
+        ready = [item for item in items if item not in behind] if behind else items
+        notes = [item for item in ready if isinstance(item, Note)]
+        try:
+            outcomes = iter(self._flush_ready(ready, waiting) if ready else ())
+        except RowsHeld:
+            raise
+        except Exception:
+            if len(items) == 1:  # it is given up: nothing waits for it any more
+                self._late.difference_update(notes)
+            raise
+        self._late.difference_update(notes)
+        return [Later(RETRY_EVERY_S) if item in behind else next(outcomes) for item in items]
+
+    def _is_behind(self, item: Note | Offer, items: list[Note | Offer]) -> bool:
+        """A model's lease has its name only when the end is written that left it: released before, it would stay."""
+        if not (isinstance(item, Note) and isinstance(item.event, Release)) or self._give_up.is_set():
+            return False
+        keys = [late.event.left.key for late in self._late if isinstance(late.event, End) and late not in items]
+        return item.event.lease_key in keys
+
+    def _flush_ready(self, items: list[Note | Offer], waiting: Waiting) -> list[Answers | Exception]:
         notes = [item for item in items if isinstance(item, Note)]
         ended = {note.event.job_id: note for note in notes if isinstance(note.event, End)}
         # A start whose end is known already needs no write of its own.
@@ -154,8 +204,9 @@ class Ledger:
         ends = [_with_origin(note.event, note.entry_id) for note in ended.values() if isinstance(note.event, End)]
         offers = [item for item in items if isinstance(item, Offer)]
         releases = [note.event for note in notes if isinstance(note.event, Release)]
+        answers: Sequence[Answers | Exception]
         try:
-            settled, answers, _ = self._write(_Turn(starts, ends, offers, releases))
+            settled, answers, _ = self._write(_Turn(starts, ends, offers, releases, waiting))
         except CONTENT_ERRORS as error:
             if len(items) > 1 or offers:
                 raise  # the batcher finds the one at fault
@@ -164,11 +215,15 @@ class Ledger:
             log.exception("could not be written", extra=told | _about(notes[0].event))
             if releases:  # nobody else ends that lease, and our heartbeats would renew it
                 self._on_stuck()
-            settled, answers = self._write_failure(_Turn([], [_unwritable(end, error) for end in ends], [])), []
+            failures = _Turn([], [_unwritable(end, error) for end in ends], [], waiting=waiting)
+            settled, answers = self._write_failure(failures), []
+        except RowsHeld:
+            raise  # the batcher tells those apart whose rows nobody holds
         except Exception as error:  # noqa: BLE001 - the server's trouble, under whatever name
             # Claims are given back to whoever asked; ends must be written, whenever that is.
             away = DatabaseUnavailable(f"the claim failed: {error}")
-            settled, answers = self._write_later(_Turn(starts, ends, [], releases)), [away] * len(offers)
+            settled = self._write_later(_Turn(starts, ends, [], releases, waiting))
+            answers = [away] * len(offers)
         if settled:
             entry_ids = [ended[item.end.job_id].entry_id for item in settled]
             self._acks.add(self._lane, entry_ids, may_wait=self._claim_is_near())
@@ -176,17 +231,38 @@ class Ledger:
         replies = iter(answers)
         return [next(replies) if isinstance(item, Offer) else {} for item in items]
 
+    def _claim_apart(self, offer: Offer) -> Answers:
+        """Halves of an offer that met a held row, down to the job that needs it: that one is not claimed now."""
+        if len(offer.job_ids) == 1:
+            (job_id,) = offer.job_ids
+            return {job_id: leave_for_later(self._db, self._by, job_id, self._held())}
+        middle = len(offer.job_ids) // 2
+        answers: Answers = {}
+        for job_ids in (offer.job_ids[:middle], offer.job_ids[middle:]):
+            part = replace(offer, job_ids=job_ids)
+            try:
+                answers |= self._write(_Turn([], [], [part], waiting=Waiting.NOT)).answers[0]
+            except RowsHeld:
+                answers |= self._claim_apart(part)
+        return answers
+
     def _write(self, turn: _Turn) -> _Written:
         since = tracing.moment()
         try:
-            written = self._db.write(lambda conn: self._turn(conn, turn, checked=False))
+            written = self._commit(turn, checked=False)
         except NotAllOwned:  # rolled back; now find out which
-            written = self._db.write(lambda conn: self._turn(conn, turn, checked=True))
+            written = self._commit(turn, checked=True)
         self._on_freed(written.freed)
         if spans := tracing.spans():
             ended = [(one.end, one.arrow.target if one.arrow else None) for one in written.settled]
             spans.settled(ended, since, self._by.worker_id)
         return written
+
+    def _commit(self, turn: _Turn, *, checked: bool) -> _Written:
+        def work(conn: Connection) -> _Written:
+            return self._turn(conn, turn, checked=checked)
+
+        return self._db.write_batch(work, turn.waiting)
 
     def _turn(self, conn: Connection, turn: _Turn, *, checked: bool) -> _Written:
         with audit.together(conn), followers.together(conn) as following:
@@ -200,7 +276,7 @@ class Ledger:
                 settled = finish_all(conn, self._by, turn.ends, seats)
             end_leases(conn, [(release.lease_key, release.left) for release in turn.releases])
             held = self._held() - {end.job_id for end in turn.ends}
-            answers: list[Answers | Exception] = [
+            answers = [
                 claim_jobs(
                     conn,
                     self._by,
@@ -230,7 +306,7 @@ class Ledger:
         while turn.starts or turn.ends or turn.releases:
             try:
                 return self._write(turn).settled
-            except CONTENT_ERRORS:
+            except (*CONTENT_ERRORS, RowsHeld):
                 raise
             except Exception as error:
                 log.warning("results wait for the database", extra={"jobs": len(turn.ends), "error": str(error)})

@@ -10,13 +10,14 @@ for both.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import signal
 import struct
 import threading
 import time
 from collections.abc import Callable
+
+from worker import shared
 
 _TIME = struct.Struct("d")
 #: Where each of them stands, and how much they take.
@@ -27,10 +28,7 @@ class Lifeline:
     """Two times in memory that the supervisor writes and its slots read."""
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("lifeline", 0) if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, _SIZE)
-        self._memory = mmap.mmap(self.fd, _SIZE)
+        self.fd, self._memory = shared.memory("lifeline", _SIZE, fd)
         #: Until when leases live for certain, for the supervisor itself; before the first heartbeat there are none.
         self.leased_until = math.inf
         if fd is None:

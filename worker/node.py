@@ -26,10 +26,15 @@ log = logging.getLogger(__name__)
 
 
 class Node:
-    """`rang` is called when somebody rang the bell."""
+    """`rang` is called when somebody rang the bell, `give_up` when no slot here will ever come up."""
 
-    def __init__(self, settings: Settings, rang: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, rang: Callable[[], None], give_up: Callable[[str], None] = lambda _why: None
+    ) -> None:
         self.settings = settings
+        self.give_up = give_up
+        #: Whether any slot ever found all of its handlers.
+        self.handlers_load = False
         self.node_id = node_id(settings)
         self.db = Database(settings)
         self.hub = Hub(settings)

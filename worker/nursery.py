@@ -15,6 +15,7 @@ reaped, and its number so given to another process: when nobody will signal it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -37,8 +38,14 @@ PATIENCE_S = 10.0
 MARK_ROOM = 200
 #: Bytes of a question.
 MAX_QUESTION = 1 << 20
+#: What the kernel says when it has no memory for a message.
+SHORT = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 #: What became of a slot whose nursery died: the kernel killed it.
 KILLED = -signal.SIGKILL
+
+
+class NotBorn(OSError):
+    """There is no process, or no file, to be had for another slot. Its nursery and those that live are well."""
 
 
 class Child:
@@ -73,6 +80,8 @@ class Nursery:
         order = {"arguments": list(arguments), "environment": dict(environment), "mark": mark}
         try:
             return _child(self._living(), order, fds)
+        except NotBorn:
+            raise  # another nursery would get no more, and with this one all its slots would end
         except OSError:
             return _child(self._living(), order, fds)  # by another nursery
 
@@ -122,14 +131,24 @@ class _Process:
             if self.closed:
                 raise BrokenPipeError("the nursery is gone")
             try:
-                socket.send_fds(self._end, [json.dumps(question).encode()], fds)
+                self._send(question, fds)
                 answer, answered, _, _ = socket.recv_fds(self._end, MAX_QUESTION, 1)
                 if not answer:
                     raise BrokenPipeError("the nursery ended")
+            except NotBorn:
+                raise
             except OSError:
                 self._end_it()
                 raise
         return json.loads(answer), answered
+
+    def _send(self, question: dict[str, Any], fds: Sequence[int]) -> None:
+        try:
+            socket.send_fds(self._end, [json.dumps(question).encode()], fds)
+        except OSError as error:
+            if error.errno in SHORT:
+                raise NotBorn(error.errno, error.strerror) from error  # nothing was sent, so no answer will come late
+            raise
 
     def close(self) -> None:
         with self._lock:
@@ -145,8 +164,15 @@ class _Process:
 
 
 def _child(process: _Process, order: dict[str, Any], fds: Sequence[int]) -> Child:
-    answer, (pidfd,) = process.ask(order, fds)
-    return Child(answer["pid"], pidfd, process)
+    answer, answered = process.ask(order, fds)
+    if "failed" in answer:
+        raise NotBorn(*answer["failed"])
+    child = Child(answer["pid"], answered[0] if answered else -1, process)
+    if not answered:  # the kernel drops what we have no number for
+        os.killpg(child.pid, signal.SIGKILL)
+        child.reap()
+        raise NotBorn(errno.EMFILE, os.strerror(errno.EMFILE))
+    return child
 
 
 def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -179,17 +205,57 @@ def main() -> None:
             _, status = os.waitpid(order["reap"], 0)
             end.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
             continue
-        nursery, pid = os.getpid(), os.fork()
+        nursery = os.getpid()
+        try:
+            pid, pidfd = _fork()
+        except OSError as error:
+            # One slot less is no reason to end, which would end all others.
+            _close(fds)
+            end.send(json.dumps({"failed": [error.errno, error.strerror]}).encode())
+            continue
         if pid == 0:
             end.close()
             _be_a_slot(order, fds, nursery)
             return
-        _lead_its_group(pid)
-        for fd in fds:
-            os.close(fd)
-        pidfd = os.pidfd_open(pid)
+        _close(fds)
+        _tell_of(end, pid, pidfd)
+
+
+def _tell_of(end: socket.socket, pid: int, pidfd: int) -> None:
+    """A slot that cannot be told of, for want of memory for the message, would live unknown."""
+    try:
         socket.send_fds(end, [json.dumps({"pid": pid}).encode()], [pidfd])
+    except OSError as error:
+        if error.errno not in SHORT:
+            raise
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        end.send(json.dumps({"failed": [error.errno, error.strerror]}).encode())
+    finally:
         os.close(pidfd)
+
+
+def _fork() -> tuple[int, int]:
+    """A child, and the file that tells its end; in the child, 0. Raises OSError when there is none to be had.
+
+    If not all files of the slot arrived, we are out of numbers for them: then this fails too, and no half-equipped slot
+    lives.
+    """
+    pid = os.fork()
+    if pid == 0:
+        return 0, -1
+    _lead_its_group(pid)
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _be_a_slot(order: dict[str, Any], fds: Sequence[int], nursery: int) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +38,18 @@ class SlotProcess:
     #: WORKER_ID#NUMBER: what its processes are recognised by, also after its end.
     mark: str = ""
     born: float = field(default_factory=time.monotonic)
-    #: It has not said hello yet.
+    #: It has not said hello yet; and why it will not, if it says so.
     starting: bool = True
+    unfit: str | None = None
+    unfit_trace: str | None = None
     ready: bool = False
     dying: bool = False
     #: It waits for what it is to load, or loads it.
     unloaded: bool = False
     loading: bool = False
+    #: When it began to start, or to load; and what to tell of that when it takes long.
+    began: float = field(default_factory=time.monotonic)
+    late: str | None = None
     #: There is one slot too many: it goes when its job is over, and is killed if it has not by then.
     leaving: bool = False
     stop_by: float = NEVER
@@ -61,17 +67,14 @@ class SlotProcess:
     def start(
         cls, nursery: Nursery, command: Sequence[str], environment: Mapping[str, str], lifeline: Lifeline, mark: str
     ) -> SlotProcess:
-        """Raises OSError when there is no process to be had."""
+        """Raises OSError when there is no process, or file, to be had."""
         ours, theirs = wire.Channel.pair()
-        flags = Flags()
-        try:
+        with closing(theirs), ExitStack() as undoing:
+            undoing.callback(ours.close)
+            flags = Flags()
+            undoing.callback(flags.close)
             child = nursery.bear(command, [theirs.fileno(), lifeline.fd, flags.fd], environment, mark)
-        except OSError:
-            ours.close()
-            flags.close()
-            raise
-        finally:
-            theirs.close()
+            undoing.pop_all()
         ours.limit_sending(SEND_TIMEOUT_S)
         return cls(child, ours, flags, mark)
 

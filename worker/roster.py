@@ -37,9 +37,13 @@ class Roster:
         self._hand = Hand()
         self._changed = threading.Condition()  # over a lock that its holder may take again
         self._closing = False
+        #: Nobody takes jobs in any more.
+        self._sealed = False
         self._failures = 0
         #: Why slots do not start; None when they do.
         self.trouble: str | None = None
+        #: The trace of it that was told.
+        self._traced: str | None = None
         #: Moving average of how long jobs run.
         self._usual_run_s = 0.0
         #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
@@ -70,6 +74,12 @@ class Roster:
         """Whether jobs usually end within a few milliseconds: then they are worth waiting for."""
         return self._usual_run_s < BRIEF_S
 
+    @property
+    def late(self) -> str | None:
+        """What to tell of a slot that takes long to start, or to load; None when none does."""
+        with self._changed:
+            return next((slot.late for slot in self._slots if slot.late), None)
+
     def usable(self) -> int:
         """Slots that take jobs, or run one."""
         with self._changed:
@@ -99,10 +109,16 @@ class Roster:
         be claimed than slots are free.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._room() or self._closing, timeout_s)
+            self._changed.wait_for(lambda: self._room() or self._closing or self._sealed, timeout_s)
             if self._free and self.quick and not self._ahead:
                 self._changed.wait_for(lambda: len(self._free) == len(self._slots) or self._closing, linger_s)
             return self._room()
+
+    def seal(self) -> None:
+        """No more jobs are taken in: nobody needs to wait for room."""
+        with self._changed:
+            self._sealed = True
+            self._changed.notify_all()
 
     def _room(self) -> int:
         if not self._ahead:
@@ -151,8 +167,8 @@ class Roster:
 
     def _release(self, slot: SlotProcess) -> None:
         with self._changed:
-            slot.ready, slot.run, slot.inspected = True, None, False
-            self._failures, self.trouble = 0, None
+            slot.ready, slot.run, slot.inspected, slot.late = True, None, False, None
+            self._failures, self.trouble, self._traced = 0, None, None
             if slot.worn:
                 slot.kill()
             elif slot.leaving:
@@ -257,6 +273,7 @@ class Roster:
             if found is None or self._closing:
                 return False
             found.unloaded, found.loading, found.resident = False, True, model
+            found.began = time.monotonic()
             head = loading(self._model.type, self._model.model_id, model)
         found.send({"load": head})
         return True

@@ -23,12 +23,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from orchestrator.modules import not_there
 from orchestrator.telemetry import tracing
 from worker import answers, handlers, wire
 from worker.answers import NotVouchedFor
 from worker.context import BatchContext, Context
 from worker.flags import Flags
-from worker.handlers import Cancelled, Permanent, Registered
+from worker.handlers import Cancelled, NotLoaded, Permanent, Registered
 from worker.lifeline import Lifeline, end_when_over
 from worker.models import Models
 from worker.results import Page, Result
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 #: Seconds between two looks whether anybody vouches for a leased job still.
 LOOK_EVERY_S = 0.1
+#: Characters of why its handlers do not load, and of where.
+MAX_REASON, MAX_TRACE = 500, 20_000
 
 
 @dataclass
@@ -243,6 +246,21 @@ def _added(ctx: Context) -> dict[str, int]:
     return {"spawned": ctx.added} if ctx.added else {}
 
 
+def _loaded(modules: list[str], pipe: wire.Channel) -> dict[str, Registered]:
+    """The handlers; the supervisor is told why there are none."""
+    try:
+        return handlers.load(modules)
+    except NotLoaded as failed:
+        if failed.missing is not None:
+            pipe.send({"unfit": not_there(failed.named, failed.missing), "missing": True})
+            sys.exit(1)  # a trace tells nothing else
+        cause = failed.__cause__ or failed
+        why = " ".join(f"{failed}: {answers.said(cause)}".split())
+        # The supervisor tells it, once for all slots and all tries.
+        pipe.send({"unfit": why[:MAX_REASON], "missing": False, "trace": answers.trace(cause)[-MAX_TRACE:]})
+        sys.exit(1)
+
+
 def main() -> None:
     fd, lifeline_fd, flags_fd, parent_pid, result_limit, pool, *modules = sys.argv[1:]
     wire.die_with_parent(int(parent_pid))
@@ -255,7 +273,7 @@ def main() -> None:
     attempts = tracing.start_slot(lambda spans: pipe.send({"spans": True}, spans), **traced) if traced else None
     try:
         lifeline, flags = Lifeline(int(lifeline_fd)), Flags(int(flags_fd))
-        slot = Slot(pipe, handlers.load(modules), flags, lifeline, int(result_limit), about, attempts=attempts)
+        slot = Slot(pipe, _loaded(modules, pipe), flags, lifeline, int(result_limit), about, attempts=attempts)
         slot.listen()
         end_when_over(lifeline, lambda: slot.leased, LOOK_EVERY_S)
         slot.run()

@@ -12,6 +12,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,12 @@ TICK_S, LEAST_TICK_S = 0.1, 0.02
 RUNNING_AFTER_S = 0.05
 #: A slot that cannot start is tried again after 0.5, 1, 2 … at most this many seconds.
 MAX_RESPAWN_DELAY_S = 30.0
+#: Seconds after which it is told that a slot imports or loads still. It is waited for: large models take their time.
+LONG_S = 60.0
+
+
+class DoesNotLoad(Exception):
+    """What a slot's process raised, with its trace as text: here it is only told."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class SlotEvents:
     load_failed: Callable[[str], None] = lambda _error: None
     #: The process of these jobs ended under them; `ended` follows.
     died: Callable[[Run, Sequence[End]], None] = lambda _run, _ends: None
+    #: A slot did not find a module of its handlers, which this names.
+    missed: Callable[[str], None] = lambda _why: None
     #: Spans that were made in a slot, as JSON.
     spanned: Callable[[str], None] = lambda _spans: None
 
@@ -91,8 +100,10 @@ class SlotPool(Roster):
         self._command = command
         self._environment = environment
         self._events = events
-        self._selector = selectors.DefaultSelector()
-        self._wake_r, self._wake_w = os.pipe()
+        with ExitStack() as undoing:
+            self._selector = undoing.enter_context(selectors.DefaultSelector())
+            self._wake_r, self._wake_w = os.pipe()
+            undoing.pop_all()
         os.set_blocking(self._wake_w, False)
         self._respawn_at = 0.0
         self._looked_at_clocks = 0.0
@@ -133,6 +144,8 @@ class SlotPool(Roster):
                 slot.hand_back("its worker was stopped")
                 slot.kill()
         self._join(timeout_s)
+        if not self._thread.is_alive():
+            self._selector.close()  # its thread did at its end, unless it never began
         if self._owns_nursery:
             self._nursery.close()
         for fd in (self._wake_r, self._wake_w):
@@ -177,19 +190,22 @@ class SlotPool(Roster):
             mark = f"{self._name}#{self._started}"
             try:
                 slot = SlotProcess.start(self._nursery, self._command, self._environment, self._lifeline, mark)
-            except OSError as error:
+            except Exception as error:
                 self._starts.give()
                 self._fail_to_start(f"no slot could be started: {error}")
-                return
+                if isinstance(error, OSError):
+                    return
+                raise
             with self._changed:
                 self._slots.append(slot)
-                if self._surplus():  # somebody wanted fewer while it was being started
+                if self._closing or self._surplus():  # somebody wanted fewer while it was being started
                     self._dismiss(slot)
             self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
             self._selector.register(slot.process.pidfd, selectors.EVENT_READ, slot)
 
     def _may_start(self) -> bool:
-        return not self._closing and self._missing() and time.monotonic() >= self._respawn_at and self._starts.take()
+        wanted = not (self._closing or self._sealed) and self._missing()
+        return wanted and time.monotonic() >= self._respawn_at and self._starts.take()
 
     def _started_up(self, slot: SlotProcess) -> None:
         """It is up, or gone, or takes too long: another one may start."""
@@ -220,6 +236,10 @@ class SlotPool(Roster):
             self.memory, self.pinned = head["hello"], frozenset(head["pinned"])
             self.batching = Batching.declared(head["batches"])
             self._seat(slot, head["classes"])
+        elif "unfit" in head:
+            slot.unfit, slot.unfit_trace = str(head["unfit"]), head.get("trace")
+            if head["missing"]:
+                self._events.missed(slot.unfit)
         elif "loaded" in head:
             slot.loading, slot.idle_since = False, time.monotonic()
             slot.resident_since = slot.idle_since
@@ -257,6 +277,7 @@ class SlotPool(Roster):
         with self._changed:
             self._changed.notify_all()
             taken, self._evicted = self._evicted > 0, max(self._evicted - 1, 0)
+            slot.late = None
             slot.unloaded = not taken and self._model is not None and self._model.type in classes
         if slot.unloaded:
             self._events.unloaded(slot.mark)
@@ -276,7 +297,8 @@ class SlotPool(Roster):
         slot.pipe.close()
         slot.flags.close()
         if not (slot.ready or slot.leaving or self._closing):  # nobody wanted it to end
-            self._fail_to_start(f"a slot ended with code {code} before it could take jobs")
+            why = slot.unfit or f"a slot ended with code {code} before it could take jobs"
+            self._fail_to_start(why, slot.unfit_trace)
         with self._changed:
             run, slot.run = slot.run, None
             self._slots.remove(slot)
@@ -290,12 +312,15 @@ class SlotPool(Roster):
         elif slot.resident is not None and not slot.inspected:
             self._events.left(slot.resident, slot.mark)
 
-    def _fail_to_start(self, why: str) -> None:
+    def _fail_to_start(self, why: str, trace: str | None = None) -> None:
+        """The trace is told once for all slots and tries that fail alike; each of them in a line."""
         self._failures += 1
         delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
         self._respawn_at = time.monotonic() + delay
         self.trouble = f"{why}; next try in {delay:g} s"
-        log.error("slot does not start", extra={"reason": why, "pause_s": delay})
+        news = None if trace in (None, self._traced) else DoesNotLoad(f"\n{trace}")
+        self._traced = trace or self._traced
+        log.error("slot does not start", extra={"reason": why, "pause_s": delay}, exc_info=news)
 
     def _drain(self, slot: SlotProcess) -> None:
         """Hear what it said just before its end: the job may have finished."""
@@ -309,16 +334,28 @@ class SlotPool(Roster):
                 slot.look_at_clock(now)
                 if now - slot.born > PATIENCE_S:
                     self._started_up(slot)
+                if now - slot.began > LONG_S and not (slot.ready or slot.unloaded or slot.late):
+                    self._tell_of_late(slot)
                 if leases_over:
                     slot.lose_lease()
-                run = slot.run
-                if run is not None and not (run.noted or run.verdicts) and now - run.since >= RUNNING_AFTER_S:
-                    run.noted = True
-                    self._hand.saw(brief=False)
-                    for claim in run.claims:
-                        self._events.started(claim)
+                if slot.run is not None and now - slot.run.since >= RUNNING_AFTER_S:
+                    self._tell_of_running(slot.run)
 
         self._put_back(now)
+
+    def _tell_of_running(self, run: Run) -> None:
+        """Of jobs that take longer than a moment, once, unless they are over already."""
+        if run.noted or run.verdicts:
+            return
+        run.noted = True
+        self._hand.saw(brief=False)
+        for claim in run.claims:
+            self._events.started(claim)
+
+    def _tell_of_late(self, slot: SlotProcess) -> None:
+        what = f"loads {self._model.type!r}" if slot.loading and self._model else "imports its handlers"
+        slot.late = f"slot {slot.process.pid} {what}, for more than {LONG_S:g} s now"
+        log.warning("slot takes long", extra={"reason": slot.late})
 
     def _put_back(self, now: float) -> None:
         with self._changed:

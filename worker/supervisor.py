@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from orchestrator.errors import OrchestratorError, Unavailable
+from orchestrator.errors import ConfigError, OrchestratorError, Unavailable
 from orchestrator.identity import WORKER_PROCESS, instance_id
 from orchestrator.jobs import DEFAULT_LANE
 from orchestrator.settings import Settings
@@ -68,7 +68,9 @@ class Supervisor:
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._wake = threading.Event()
-        self._node = Node(settings, self._wake.set)
+        #: Why it will never run anything.
+        self._hopeless: str | None = None
+        self._node = Node(settings, self._wake.set, self._give_up)
         self._node_id = self._node.node_id
         self._db = self._node.db
         self._services: dict[tuple[str, int], Service] = {}
@@ -94,7 +96,12 @@ class Supervisor:
         self._drain.set()
         self._wake.set()
 
-    def run(self) -> None:
+    def _give_up(self, why: str) -> None:
+        self._hopeless = why
+        self.stop()
+
+    def run(self) -> bool:
+        """Whether it left all posts in order. Raises ConfigError, after that, if a module of handlers is not there."""
         self._node.start()
         if self._tag is not None:
             self._tag.start()
@@ -105,10 +112,13 @@ class Supervisor:
                 break
             self._wake.wait(self._settings.reconcile_interval_s)
             self._wake.clear()
-        self._leave()
+        in_order = self._leave()
         if self._tag is not None:
             self._tag.close()
         self._node.close()
+        if self._hopeless is not None:
+            raise ConfigError(self._hopeless)
+        return in_order
 
     # ── what should be ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -244,8 +254,8 @@ class Supervisor:
     def _new_session(self, post: Post) -> Session:
         return Session(self._node, post)
 
-    def _leave(self) -> None:
-        """All posts at once: each has its own jobs to wait for."""
+    def _leave(self) -> bool:
+        """All posts at once: each has its own jobs to wait for. False when one of them took too long."""
         for service in self._present():
             service.leave(self._settings.worker_grace_s)
         patience_s = self._settings.worker_grace_s + 4 * self._settings.db_timeout_s
@@ -257,6 +267,7 @@ class Supervisor:
             self._give_up_node()
         except Unavailable as away:
             log.warning("left without a word", extra={"error": str(away)})
+        return not late
 
     def _give_up_node(self) -> None:
         """Its pools run elsewhere from now on, or by another process of this node. Raises Unavailable."""
@@ -271,7 +282,7 @@ def _duty(order: Order) -> Duty:
 
 
 def run(settings: Settings) -> int:
-    """Run a worker until a signal ends it; the process's exit code."""
+    """Run a worker until a signal ends it; the process's exit code. Raises ConfigError."""
     # Thousands of short-lived objects a second and no cycles among them: let the collector look less often.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -289,8 +300,10 @@ def run(settings: Settings) -> int:
     # After that: whoever sees the name may signal.
     Path("/proc/self/comm").write_text(WORKER_PROCESS)
     try:
-        supervisor.run()
+        in_order = supervisor.run()
+    except ConfigError:
+        raise  # the command line tells it like all that it refuses
     except OrchestratorError as error:
         log.error("worker failed", extra={"error": str(error)})  # noqa: TRY400
         return 1
-    return 0
+    return 0 if in_order else 1

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
@@ -23,6 +24,7 @@ from orchestrator.store.claim import Claim
 from orchestrator.store.database import Database
 from orchestrator.store.dead_letters import Removed
 from orchestrator.store.dispatch import Fetch
+from orchestrator.store.registry import Told
 from orchestrator.store.reports import Ended, Heard, Report, Sign
 from orchestrator.store.settle import End
 from orchestrator.store.submit import MAX_RUNS, Answer, MetOthers, Rules
@@ -105,6 +107,12 @@ class Backend:
     def _unclaim(self, fetch: Fetch, late: Future[list[Claim]]) -> None:
         if not late.cancelled() and not late.exception():
             self.orchestrator.remote.hand_back(fetch.worker_id, late.result())
+
+    async def lease_heartbeat(self, token: str) -> datetime:
+        return await self._limited(asyncio.wrap_future(self.orchestrator.heartbeats.of_lease(token)))
+
+    async def worker_heartbeat(self, told: Told) -> None:
+        await self._limited(asyncio.wrap_future(self.orchestrator.heartbeats.of_worker(told)))
 
     async def report(self, worker_id: str, event: End | Sign) -> Ended | Heard:
         return await self._limited(asyncio.wrap_future(self.orchestrator.remote.report(Report(worker_id, event))))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from orchestrator.api.backend import Api, Backend
+from orchestrator.api.backend import Api
 from orchestrator.api.body import documented, read_model
+from orchestrator.api.bulk import Bulk, BulkRedrive, choose, in_batches, only_looked, start_over
 from orchestrator.api.replies import Json
 from orchestrator.names import PATTERN, Name
 from orchestrator.store import dead_letters
@@ -18,18 +19,11 @@ from orchestrator.store.dead_letters import Filter, Removed
 
 router = APIRouter(prefix="/dlq", tags=["dlq"])
 
-#: Letters that one transaction moves.
-BATCH = 500
-#: Ids that a dry run shows.
-SAMPLE = 10
 #: Ids that one request may name, and bytes that suffice to name them.
 MAX_IDS = 1000
 BODY_LIMIT = 262_144
 
 Reason = Annotated[str, Field(pattern=PATTERN, max_length=32)]
-
-#: (ids, place of the first of them among all, connection) → what left.
-Work = Callable[[Sequence[str], int, Any], Removed]
 
 
 class PageQuery(BaseModel):
@@ -62,51 +56,38 @@ class FilterBody(BaseModel):
         return Filter(tuple(self.job_ids or ()), self.type, self.agent, self.pool_id, self.reason)
 
 
-class PurgeBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+class PurgeBody(Bulk):
     filter: FilterBody = Field(description="which letters; {} means all of them and must be said")
-    dry_run: bool = Field(False, description="only tell how many match, and some of their ids")
-    max: int = Field(1000, ge=1, le=10_000, description="at most so many, oldest first")
 
 
-class RedriveBody(PurgeBody):
-    # The lower end keeps the last of them within months, the upper one means "at once".
-    rate: float | None = Field(
-        None, ge=0.001, le=10_000, allow_inf_nan=False, description="jobs per second that become due; absent: all now"
-    )
+class RedriveBody(PurgeBody, BulkRedrive):
+    pass
 
 
 @router.get("")
 async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
-    """Latest first; `total` counts all that match, `next_cursor` is null at the end."""
+    """Latest first; `next_cursor` is null at the end, and only there.
+
+    A page may have fewer rows than `limit`, or none, before that: with a filter it looks at two thousand letters.
+    `total` counts those that match among the latest ten thousand; with `at_least` there are older ones.
+    """
     wanted = query.meant()
     found, following = await api.read(lambda conn: dead_letters.page(conn, wanted, query.limit, query.cursor))
-    total = await api.read(lambda conn: dead_letters.count(conn, wanted))
-    return Json({"dead_letters": found, "total": total, "next_cursor": following})
+    total, at_least = await api.read(lambda conn: dead_letters.count(conn, wanted))
+    return Json({"dead_letters": found, "total": total, "at_least": at_least, "next_cursor": following})
 
 
 @router.post("/redrive", openapi_extra=documented(RedriveBody.model_json_schema()))
 async def redrive(request: Request, api: Api) -> Json:
     """Start them over, oldest first, with their attempts uncharged; those at `redrive_max` stay (`exhausted`).
 
-    With `rate` they all leave the dead letters now and become due one after the other, so many a second.
+    With `rate` they all leave the dead letters now and become due one after the other, so many a second. `matched` and
+    `exhausted` are counted up to 10000. With `job_ids`, `unknown` has those that are no dead letters.
     """
     body = await read_model(request, RedriveBody, BODY_LIMIT)
-    wanted, most = body.filter.meant(), api.settings.redrive_max
-    counts = {
-        "matched": await api.read(lambda conn: dead_letters.count(conn, wanted)),
-        "exhausted": await api.read(lambda conn: dead_letters.exhausted(conn, wanted, most)),
-    }
-    ids = await api.read(lambda conn: dead_letters.matching(conn, wanted, body.max, most))
-    if body.dry_run:
-        return only_looked(counts, "redriven", ids)
-
-    def start_over(batch: Sequence[str], first: int, conn: Any) -> Removed:
-        return dead_letters.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate))
-
-    redriven = await in_batches(api, ids, start_over)
-    return Json(counts | {"redriven": redriven, "dry_run": False})
+    look = partial(dead_letters.look, wanted=body.filter.meant())
+    chosen = await choose(api, look, body.max, api.settings.redrive_max, body.filter.job_ids)
+    return await start_over(api, chosen, body, dead_letters.redrive)
 
 
 @router.post("/purge", openapi_extra=documented(PurgeBody.model_json_schema()))
@@ -114,35 +95,16 @@ async def purge(request: Request, api: Api) -> Json:
     """Forget them, oldest first: the jobs' rows go, their history in the audit trail stays.
 
     A job whose worker vanished stays while its GPU lease does; ask again in a minute. A workflow keeps its tasks.
+    `matched` is counted up to 10000. With `job_ids`, `unknown` has those that are no dead letters.
     """
     body = await read_model(request, PurgeBody, BODY_LIMIT)
-    wanted = body.filter.meant()
-    counts = {"matched": await api.read(lambda conn: dead_letters.count(conn, wanted))}
-    ids = await api.read(lambda conn: dead_letters.matching(conn, wanted, body.max))
+    look = partial(dead_letters.look, wanted=body.filter.meant())
+    chosen = await choose(api, look, body.max, named=body.filter.job_ids)
     if body.dry_run:
-        return only_looked(counts, "purged", ids)
+        return only_looked(chosen, "purged")
 
     def forget(batch: Sequence[str], _first: int, conn: Any) -> Removed:
         return dead_letters.purge(conn, batch)
 
-    purged = await in_batches(api, ids, forget)
-    return Json(counts | {"purged": purged, "dry_run": False})
-
-
-def only_looked(counts: dict[str, int], verb: str, ids: Sequence[str]) -> Json:
-    return Json(counts | {verb: 0, "dry_run": True, "would_be": len(ids), "sample": ids[:SAMPLE]})
-
-
-def delay_s(place: int, rate: float | None) -> float:
-    """Whole seconds: those of one second share a statement."""
-    return 0.0 if rate is None else float(int(place / rate))
-
-
-async def in_batches(api: Backend, ids: Sequence[str], work: Work) -> int:
-    """Several short transactions: workers must not wait for the locks of thousands of rows."""
-    done = 0
-    for first in range(0, len(ids), BATCH):
-        removed = await api.write(partial(work, ids[first : first + BATCH], first))
-        api.left_the_dead(removed)
-        done += len(removed.job_ids)
-    return done
+    purged = await in_batches(api, chosen.ids, forget)
+    return Json(chosen.told() | {"purged": purged, "dry_run": False})

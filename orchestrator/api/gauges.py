@@ -17,7 +17,7 @@ from orchestrator.daemon import Orchestrator
 from orchestrator.errors import Unavailable
 from orchestrator.placement import GpuView
 from orchestrator.pools import PoolState
-from orchestrator.store import backlog, dead_letters, gpus, job_reads, leadership, nodes, pools, tallies
+from orchestrator.store import backlog, dead_letters, gpus, job_reads, leadership, pools, tallies, worker_reads
 from orchestrator.store.backlog import Depth
 from orchestrator.store.job_reads import PoolLiveness
 from orchestrator.tallies import OTHER
@@ -62,7 +62,7 @@ class Gauges:
         cards = db.read(lambda conn: gpus.list_gpus(conn, settings.gpu_stale_s))
         views = db.read(lambda conn: gpus.views(conn, settings.gpu_stale_s))
         term = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
-        self._count_batches(db.read(nodes.batch_sizes))
+        self._count_batches(db.read(worker_reads.batch_sizes))
         named = labelled(staffed, opened)
         gauges: dict[str, Values] = {
             "worker_pool_workers": _workers(opened, staffed, named),
@@ -71,7 +71,7 @@ class Gauges:
             "leases_free": {(): _with_room(views)},
             "leases_active": {(): db.read(job_reads.active_leases)},
             "leader_epoch": {(): term.epoch},
-            "dlq_depth": {(): db.read(dead_letters.count)},
+            "dlq_depth": {(): db.read(dead_letters.depth)},
             "tally_lag_seconds": {(): db.read(tallies.lag_s)},
         }
         totals = metrics.of_jobs(db.read(tallies.totals))

@@ -37,14 +37,19 @@ async def readyz(api: Api) -> Json:
 
 @router.get("/health")
 async def health(api: Api) -> Json:
-    """The same in detail, for people. Degraded: it works, and somebody should look."""
-    term, redis, pools = (
+    """The same in detail, for people. Degraded: it works, and somebody should look.
+
+    `stale_jobs` are owned by workers that are dead, or silent for `worker_timeout_s`: a leader takes them back within
+    moments. Some thousand owned jobs are looked at. Null: unknown.
+    """
+    term, redis, pools, stale = (
         await _ask(api.probes.database),
         await _ask(api.probes.redis),
         await _ask(api.probes.workers),
+        await _ask(api.probes.stale_jobs),
     )
     down = isinstance(term, Unavailable)
-    fine = not isinstance(term, Unavailable) and term.alive and redis == []
+    fine = not isinstance(term, Unavailable) and term.alive and redis == [] and stale == 0
     body: dict[str, Any] = {
         "status": "down" if down else "ok" if fine else "degraded",
         "version": __version__,
@@ -52,6 +57,7 @@ async def health(api: Api) -> Json:
         "database": {"ok": not down} | _error(term),
         "redis": {"ok": not isinstance(redis, Unavailable)} | (_error(redis) or {"warnings": redis}),
         "workers": _error(pools) if isinstance(pools, Unavailable) else {"alive": sum(p.workers for p in pools)},
+        "stale_jobs": None if isinstance(stale, Unavailable) else stale,
         "leader": _error(term) if isinstance(term, Unavailable) else asdict(term),
     }
     return Json(body, 503 if down else 200)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Literal
+from functools import partial, reduce
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.backend import Api
 from orchestrator.api.body import documented, read_model
-from orchestrator.api.dlq import Reason, delay_s, in_batches, only_looked
+from orchestrator.api.bulk import BulkRedrive, Chosen, choose, start_over
+from orchestrator.api.dlq import Reason
 from orchestrator.api.ids import JobId
 from orchestrator.api.replies import Json
 from orchestrator.jobs import Priority, Status
 from orchestrator.names import Name
 from orchestrator.store import dead_letters, failures, job_reads, reorder, withdraw
-from orchestrator.store.dead_letters import Removed
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +49,8 @@ class FailedFilter(BaseModel):
         return failures.Filter(statuses, self.type, self.agent, self.pool_id, self.error_kind)
 
 
-class RetryFailedBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+class RetryFailedBody(BulkRedrive):
     filter: FailedFilter = Field(description="which jobs; {} means all that failed and must be said")
-    dry_run: bool = Field(False, description="only tell how many match, and some of their ids")
-    max: int = Field(1000, ge=1, le=10_000, description="at most so many, oldest first")
-    rate: float | None = Field(
-        None, ge=0.001, le=10_000, allow_inf_nan=False, description="jobs per second that become due; absent: all now"
-    )
 
 
 @router.post("/retry_failed", openapi_extra=documented(RetryFailedBody.model_json_schema()))
@@ -68,19 +61,9 @@ async def retry_failed(request: Request, api: Api) -> Json:
     """
     body = await read_model(request, RetryFailedBody, BODY_LIMIT)
     wanted, most = body.filter.meant(), api.settings.redrive_max
-    counts = {
-        "matched": await api.read(lambda conn: failures.count(conn, wanted)),
-        "exhausted": await api.read(lambda conn: failures.exhausted(conn, wanted, most)),
-    }
-    ids = await api.read(lambda conn: failures.matching(conn, wanted, body.max, most))
-    if body.dry_run:
-        return only_looked(counts, "redriven", ids)
-
-    def start_over(batch: Sequence[str], first: int, conn: Any) -> Removed:
-        return failures.redrive(conn, batch, most, lambda n: delay_s(first + n, body.rate))
-
-    redriven = await in_batches(api, ids, start_over)
-    return Json(counts | {"redriven": redriven, "dry_run": False})
+    looks = [partial(failures.look, wanted=wanted, status=status) for status in wanted.statuses]
+    chosen = reduce(Chosen.join, [await choose(api, look, body.max, most) for look in looks])
+    return await start_over(api, chosen, body, failures.redrive)
 
 
 @router.post("/{job_id}/cancel", responses={202: {"description": "Its worker has been asked to stop it."}})

@@ -36,6 +36,9 @@ class PageQuery(BaseModel):
     pool_id: Name | None = None
     type: Name | None = None
     workflow_id: Name | None = None
+    tag: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        None, description="one of its tags, exactly as it was submitted"
+    )
     limit: int = Field(50, ge=1, le=500)
     cursor: str | None = Field(None, max_length=512)
 
@@ -49,8 +52,12 @@ class EventsQuery(BaseModel):
 
 @router.get("")
 async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
-    """Newest first, without payloads; `next_cursor` is null at the end."""
-    wanted = Filter(query.status, query.agent, query.pool_id, query.type, query.workflow_id)
+    """Newest first, without payloads. `next_cursor` is null at the end, and only there.
+
+    A page may have fewer rows than `limit`, or none, before that: it looks at two thousand jobs at most where no index
+    leads to those that are wanted, such as all of a type, a pool or a tag.
+    """
+    wanted = Filter(query.status, query.agent, query.pool_id, query.type, query.workflow_id, query.tag)
     found, following = await api.read(lambda conn: job_reads.page(conn, wanted, query.limit, query.cursor))
     return Json({"jobs": found, "next_cursor": following})
 

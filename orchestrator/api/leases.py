@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.backend import Api
@@ -20,6 +20,13 @@ router = APIRouter(prefix="/leases", tags=["leases"])
 
 #: Bytes of a request for a lease.
 BODY_LIMIT = 16_384
+
+
+class PageQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    limit: int = Field(1000, ge=1, le=1000)
+    cursor: str | None = Field(None, max_length=512)
 
 
 class LeaseBody(BaseModel):
@@ -48,14 +55,18 @@ async def request_lease(request: Request, api: Api) -> Json:
 
 
 @router.get("")
-async def active(api: Api) -> Json:
-    """The leases that are held, oldest first; `lease` is the name the audit trail uses and opens nothing."""
-    return Json({"leases": await api.read(leases.active)})
+async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
+    """The leases that are held, oldest first; `lease` is the name the audit trail uses and opens nothing.
+
+    `next_cursor` is null at the end.
+    """
+    found, following = await api.read(lambda conn: leases.page(conn, query.limit, query.cursor))
+    return Json({"leases": found, "next_cursor": following})
 
 
 @router.post("/{token}/heartbeat")
 async def heartbeat(api: Api, token: str) -> Json:
-    return Json({"expires_at": await api.write(lambda conn: leases.heartbeat(conn, token))})
+    return Json({"expires_at": await api.lease_heartbeat(token)})
 
 
 @router.post("/{token}/release")

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import DatabaseUnavailable, Unavailable
-from orchestrator.store import job_reads, leadership, outbox
+from orchestrator.store import job_reads, leadership, outbox, worker_reads
 from orchestrator.store.leadership import Leadership
 
 log = logging.getLogger(__name__)
@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 #: Seconds a probe may take: less than Prometheus and Kubernetes wait, whatever the servers' own limits are.
 LIMIT_S = 3.0
+#: Seconds for which a look at all that is owned is good enough, however many ask.
+KEEP_S = 1.0
 
 
 class Probe(Generic[T]):
@@ -67,6 +69,7 @@ class Probes:
         self.database = Probe(self._database)
         self.redis = Probe(self._redis)
         self.workers = Probe(lambda: orchestrator.db.read(job_reads.live_pools))
+        self.stale_jobs = Probe(self._stale_jobs, keep_s=KEEP_S)
 
     def _database(self) -> Leadership:
         """Who leads; that needs a database that answers, takes writes and has our tables."""
@@ -81,6 +84,10 @@ class Probes:
         except Exception as missing:  # noqa: BLE001 - it just answered a ping, so it must be the tables
             hint = "its tables cannot be read; run `gpuorch migrate`"
             raise DatabaseUnavailable(f"{hint} ({_first_line(missing)})") from None
+
+    def _stale_jobs(self) -> int:
+        timeout_s = self._orchestrator.settings.worker_timeout_s
+        return self._orchestrator.db.read(lambda conn: worker_reads.stale_jobs(conn, timeout_s))
 
     def _redis(self) -> list[str]:
         """What is wrong with a Redis that answers."""

@@ -29,6 +29,7 @@ from orchestrator import errors
 from orchestrator.api.replies import Json
 from orchestrator.errors import InvalidInput, OrchestratorError
 from orchestrator.jobs import TERMINAL
+from orchestrator.wording import in_our_words
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,6 @@ STATUS: dict[type[OrchestratorError], int] = {
     errors.Paused: 503,
     errors.Unavailable: 503,
 }
-#: Errors that say when to try again.
-LATER = (errors.Overloaded, errors.Paused)
 #: Codes of the statuses that the framework itself answers with.
 FRAMEWORK_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
 #: What a client reads instead of our own message, which may name servers and statements.
@@ -142,11 +141,11 @@ def invalid(found: Sequence[Mapping[str, Any]]) -> InvalidInput:
     field = ".".join(path)[:MAX_FIELD] or "body"
     if first["type"] == "extra_forbidden":
         return InvalidInput(f"unknown field {field!r}; see /openapi.json", field)
-    return InvalidInput(f"{field}: {first['msg']}", field)
+    return InvalidInput(f"{field}: {in_our_words(first)}", field)
 
 
 def invalid_model(wrong: ValidationError) -> InvalidInput:
-    return invalid(wrong.errors(include_url=False, include_context=False, include_input=False))
+    return invalid(wrong.errors(include_url=False, include_input=False))
 
 
 def reply(body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Json:

@@ -98,7 +98,8 @@ class HttpServer(uvicorn.Server):
         self._ready, self._stopping = ready, stopping
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        super().run(sockets or [self._listener])
+        with self.capture_signals():  # also while its loop begins and ends: a KeyboardInterrupt would break it there
+            super().run(sockets or [self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

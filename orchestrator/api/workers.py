@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.api.backend import Api
@@ -14,8 +14,9 @@ from orchestrator.errors import InvalidInput
 from orchestrator.identity import process_id
 from orchestrator.jobs import DEFAULT_LANE
 from orchestrator.names import Name, TypeName
-from orchestrator.store import nodes, registry
+from orchestrator.store import registry, worker_reads
 from orchestrator.store.nodes import NO_NODE, Worker
+from orchestrator.store.registry import Told
 
 router = APIRouter(prefix="/workers", tags=["workers"])
 
@@ -23,6 +24,13 @@ router = APIRouter(prefix="/workers", tags=["workers"])
 BODY_LIMIT = 65_536
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class PageQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    limit: int = Field(1000, ge=1, le=1000)
+    cursor: str | None = Field(None, max_length=512)
 
 
 class _Body(BaseModel):
@@ -53,9 +61,10 @@ class DeregisterBody(_Body):
 
 
 @router.get("")
-async def list_workers(api: Api) -> Json:
-    """Workers that are alive or were within the last hour, the youngest first."""
-    return Json({"workers": await api.read(nodes.list_workers)})
+async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
+    """Workers that are alive or were within the last hour, the youngest first; `next_cursor` is null at the end."""
+    found, following = await api.read(lambda conn: worker_reads.page(conn, query.limit, query.cursor))
+    return Json({"workers": found, "next_cursor": following})
 
 
 @router.post("/register", openapi_extra=documented(RegisterBody.model_json_schema()))
@@ -75,7 +84,7 @@ async def register(request: Request, api: Api) -> Json:
 async def heartbeat(request: Request, api: Api) -> Json:
     """It lives, and so do its leases. 410 `worker_lost`: its jobs run elsewhere; stop them and register anew."""
     given = await read_model(request, HeartbeatBody, BODY_LIMIT)
-    await api.write(lambda conn: registry.heartbeat(conn, given.worker_id, given.busy, given.done, given.failed))
+    await api.worker_heartbeat(Told(given.worker_id, given.busy, given.done, given.failed))
     return Json({"worker_id": given.worker_id})
 
 

@@ -85,7 +85,10 @@ async def create(request: Request, api: Api) -> Json:
 
 @router.get("/workflows")
 async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
-    """Newest first, without tasks; `next_cursor` is null at the end."""
+    """Newest first, without tasks. `next_cursor` is null at the end, and only there.
+
+    With both filters a page may have fewer rows than `limit`, or none, before that: it looks at two thousand workflows.
+    """
     wanted = workflows.Filter(query.status, query.agent)
     found, following = await api.read(lambda conn: workflows.page(conn, wanted, query.limit, query.cursor))
     return Json({"workflows": found, "next_cursor": following})

@@ -75,17 +75,26 @@ def run(
     try:
         with closing(round_.outcomes()) as outcomes:
             for call, result in outcomes:
-                try:
-                    if on_result is not None:
-                        on_result(result, call)
-                except Exception as error:  # noqa: BLE001 - it is the item's, as any other failure
-                    round_.fail(call, error)
-                else:
+                if on_result is None or _is_told(round_, on_result, result, call):
                     results[call.index] = result
     except Failures as failures:
         failures.results = [results.get(index) for index in range(flow.count)]
         raise
     return [results[index] for index in range(flow.count)]
+
+
+def _is_told(
+    round_: Round[Item, Result],
+    on_result: Callable[[Result, Call[Item]], object],
+    result: Result,
+    call: Call[Item],
+) -> bool:
+    try:
+        on_result(result, call)
+    except Exception as error:  # noqa: BLE001 - it is the item's, as any other failure
+        round_.fail(call, error)
+        return False
+    return True
 
 
 def stream(

@@ -7,7 +7,9 @@ It stops in the opposite order, so that the worker can still write down how its 
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +20,7 @@ from pydantic import ValidationError
 
 from orchestrator.cli.child import WorkerChild
 from orchestrator.cli.options import with_settings
-from orchestrator.cli.schema import opened
+from orchestrator.cli.schema import opened, upgrade
 from orchestrator.cli.servers import run_api, stop_on_sigterm, undisturbed
 from orchestrator.client.paths import DEFAULT_URL, URL_VARIABLE
 from orchestrator.config import Loaded
@@ -26,7 +28,6 @@ from orchestrator.embedded import DataDir, Valkey
 from orchestrator.errors import ConfigError
 from orchestrator.modules import require_modules
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
 from orchestrator.telemetry import logs
 
 SIMULATED = "sim:2x24576"
@@ -59,10 +60,21 @@ def _run(loaded: Loaded) -> None:
     _require_free_port(loaded.settings)
     with ExitStack() as running:
         settings = running.enter_context(own_servers(loaded))
-        worker = WorkerChild(settings)
+        worker = WorkerChild(settings, on_refused=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        running.callback(_refuse_with, worker)
         running.callback(worker.stop)
         worker.start()
         run_api(settings, _announcer(settings), _tell_of_stopping)
+
+
+def _refuse_with(worker: WorkerChild) -> None:
+    """Its signal ends us like a Ctrl-C, but then something is wrong."""
+    if worker.refused:
+        raise ConfigError("the worker refuses to run; what it says above tells why")
+
+
+def database_file(data_dir: Path) -> Path:
+    return data_dir / "orchestrator.db"
 
 
 @contextmanager
@@ -76,15 +88,15 @@ def own_servers(loaded: Loaded) -> Iterator[Settings]:
         valkey.start()
         settings = _embedded(loaded, valkey.url)
         logs.configure(settings)
-        with undisturbed(), opened(settings) as db:
-            migrate.upgrade(db)
+        with undisturbed(), opened(settings, create=True) as db:
+            upgrade(db)
         yield settings
 
 
 def _embedded(loaded: Loaded, redis_url: str) -> Settings:
     """What was asked for, on our own servers; quieter and with GPUs to play with unless told otherwise."""
     chosen = loaded.settings.model_dump() | {
-        "database_url": f"sqlite:///{_shortest(loaded.settings.data_dir)}/orchestrator.db",
+        "database_url": f"sqlite:///{database_file(_shortest(loaded.settings.data_dir))}",
         "redis_url": redis_url,
     }
     ours = {"gpu_backend": SIMULATED, "log_level": "warning"}

@@ -10,8 +10,9 @@ import click
 from orchestrator.cli import REFUSED, completion
 from orchestrator.cli.asking import agreed
 from orchestrator.cli.http import with_api
-from orchestrator.cli.options import Command, as_json
-from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
+from orchestrator.cli.options import Command, JobId, as_json
+from orchestrator.cli.output import print_events, print_json, print_record, print_table, printable, tell_of_next
+from orchestrator.cli.pages import filled
 from orchestrator.client.api import Api
 from orchestrator.client.paths import job_path
 from orchestrator.client.steps import BULK_S
@@ -44,7 +45,7 @@ def _bulk(command: Command) -> Command:
         "--max", "most", type=click.IntRange(1, 10_000), default=1000, show_default=True, help="At most so many."
     )(command)
     command = click.option("--dry-run", is_flag=True, help="Only tell how many it would be.")(command)
-    return _filtered(click.argument("job_ids", nargs=-1, shell_complete=completion.dead_job_ids)(command))
+    return _filtered(click.argument("job_ids", nargs=-1, type=JobId(), shell_complete=completion.dead_job_ids)(command))
 
 
 @dlq.command("list")
@@ -55,17 +56,18 @@ def _bulk(command: Command) -> Command:
 @as_json
 def list_letters(api: Api, *, as_json: bool, **filters: Any) -> None:
     """List dead letters, latest first."""
-    page = api.get("/dlq", filters)
+    page = filled(api, "/dlq", "dead_letters", filters)
     if as_json:
         print_json(page)
         return
     print_table(_LISTED, page["dead_letters"], empty="no dead letters")
-    click.echo(f"{len(page['dead_letters'])} of {page['total']}", err=True)
+    some = "at least " if page.get("at_least") else ""
+    click.echo(f"{len(page['dead_letters'])} of {some}{page['total']}", err=True)
     tell_of_next(page)
 
 
 @dlq.command()
-@click.argument("job_id", shell_complete=completion.dead_job_ids)
+@click.argument("job_id", type=JobId(), shell_complete=completion.dead_job_ids)
 @with_api
 @as_json
 def show(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -120,10 +122,16 @@ def _change(api: Api, path: str, verb: str, body: dict[str, Any], question: str 
     if as_json:
         print_json(answer)
     else:
-        print_record(
-            {key: value for key, value in answer.items() if key not in {"dry_run", verb}} | _verdict(answer, verb)
-        )
-    return 0
+        told = {key: value for key, value in answer.items() if key not in {"dry_run", "unknown", verb}}
+        print_record(told | _verdict(answer, verb))
+    unknown = answer.get("unknown", ())
+    for job_id in unknown:
+        click.echo(f"gpuorch: {printable(job_id)}: no dead letter{_of_flags(body['filter'])}", err=True)
+    return REFUSED if unknown else 0
+
+
+def _of_flags(meant: dict[str, Any]) -> str:
+    return " that the flags mean" if len(meant) > 1 else ""
 
 
 def _verdict(answer: dict[str, Any], verb: str) -> dict[str, Any]:

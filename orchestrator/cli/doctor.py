@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import click
 
+from orchestrator.cli import versions
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json
 from orchestrator.cli.schema import opened
+from orchestrator.cli.versions import Version
 from orchestrator.config import Loaded
+from orchestrator.embedded import CONFIG, running_redis
 from orchestrator.errors import OrchestratorError
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch
 from orchestrator.identity import node_id
 from orchestrator.settings import Settings, safe_url
-from orchestrator.store import migrate
+from orchestrator.store import revisions
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now
 from orchestrator.stream import server
 from orchestrator.telemetry import tracing
 
-#: Oldest versions that everything here is tested with.
-OLDEST_DATABASE = {"mysql": (10, 6), "sqlite": (3, 35)}
-OLDEST_REDIS = (7, 0)
 #: Seconds between the database's clock and ours that are worth a word: times in logs and rows then disagree.
 CLOCKS_APART_S = 2.0
 #: Seconds for the GPU driver. Opening it takes that long where nothing else keeps it open.
 GPU_LIMIT_S = 20.0
+#: Why nothing answers where a `gpuorch dev` has its data, and no server is named.
+DEV_STOPPED = "`gpuorch dev` does not run here: start it, or set ORCH_REDIS_URL"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Finding:
 @as_json
 def doctor(loaded: Loaded, *, as_json: bool) -> int:
     """Check the database, Redis, the schema and the GPUs; exit 1 when anything is broken."""
-    findings = list(examine(loaded.settings))
+    findings = list(_examined(loaded))
     if as_json:
         print_json(findings)
     else:
@@ -54,13 +56,28 @@ def doctor(loaded: Loaded, *, as_json: bool) -> int:
     return 0 if all(finding.ok for finding in findings) else 1
 
 
+def _examined(loaded: Loaded) -> Iterator[Finding]:
+    """Beside a `gpuorch dev`, whose database is the default, its Redis: that has another address at each start."""
+    unnamed = all(loaded.sources[key] == "default" for key in ("database_url", "redis_url"))
+    directory = loaded.settings.data_dir
+    redis_url = running_redis(directory) if unnamed else None
+    of_dev = unnamed and not redis_url and (directory / CONFIG).exists()
+    for found in examine(loaded.settings.model_copy(update={"redis_url": redis_url} if redis_url else {})):
+        stopped = of_dev and found.check == "redis" and not found.ok
+        yield replace(found, detail=f"{found.detail}; {DEV_STOPPED}") if stopped else found
+
+
 def examine(settings: Settings) -> Iterator[Finding]:
-    with opened(settings) as db:
-        for check in (_database, _clock, _schema):
-            yield from _guarded(check.__name__.strip("_"), lambda check=check: check(db))  # type: ignore[misc]
+    yield from _guarded("database", lambda: _of_database(settings))
     yield from _guarded("redis", lambda: _redis(settings))
     yield from _guarded("gpus", lambda: _gpus(settings))
     yield from _guarded("tracing", lambda: _tracing(settings))
+
+
+def _of_database(settings: Settings) -> Iterator[Finding]:
+    with opened(settings) as db:
+        for check in (_database, _clock, _schema):
+            yield from _guarded(check.__name__.strip("_"), lambda check=check: check(db))  # type: ignore[misc]
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -71,14 +88,10 @@ def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
 
 
 def _database(db: Database) -> Iterator[Finding]:
-    name, version, isolation = db.write(
-        lambda conn: (conn.dialect.name, conn.dialect.server_version_info, conn.get_isolation_level())
-    )
-    numbers = tuple(part for part in version or () if isinstance(part, int))
-    oldest = OLDEST_DATABASE[name]
-    detail = f"{safe_url(db.settings.database_url)}, version {_dotted(numbers)}, {isolation}"
-    new_enough = numbers >= oldest
-    yield Finding("database", new_enough, detail + ("" if new_enough else f"; needs {_dotted(oldest)} or later"))
+    found = versions.of_database(db)
+    # An old one may refuse whatever else is asked of it.
+    more = f", {db.write(lambda conn: conn.get_isolation_level())}" if found.new_enough else _needs(found)
+    yield Finding("database", found.new_enough, f"{safe_url(db.settings.database_url)}, version {found.text}{more}")
 
 
 def _clock(db: Database) -> Iterator[Finding]:
@@ -91,17 +104,16 @@ def _clock(db: Database) -> Iterator[Finding]:
 
 
 def _schema(db: Database) -> Iterator[Finding]:
-    current, head = migrate.current_revision(db), migrate.head_revision()
-    pending = migrate.pending(db)
-    hint = f", this version needs {head}; run: gpuorch migrate" if pending else ""
-    yield Finding("schema", not pending, f"revision {current or 'none'}{hint}")
+    pending = revisions.pending(db)
+    hint = f", this version needs {revisions.head()}; run: gpuorch migrate" if pending else ""
+    yield Finding("schema", not pending, f"revision {revisions.current(db) or 'none'}{hint}")
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
     found = server.describe(settings)
-    new_enough = tuple(int(part) for part in found.version.split(".")[:2]) >= OLDEST_REDIS
-    hint = "" if new_enough else f"; needs {_dotted(OLDEST_REDIS)} or later"
-    yield Finding("redis", new_enough, f"{safe_url(settings.redis_url)}, {found.kind} {found.version}{hint}")
+    version = Version(found.kind, found.version)
+    detail = f"{safe_url(settings.redis_url)}, {found.kind} {found.version}{_needs(version)}"
+    yield Finding("redis", version.new_enough, detail)
     safe = found.maxmemory_policy == "noeviction"
     hint = "" if safe else "; set it to noeviction, or streams may be evicted"
     yield Finding("maxmemory-policy", safe, found.maxmemory_policy + hint)
@@ -131,5 +143,5 @@ def _gpu(gpu: Gpu) -> Finding:
     return Finding(f"gpu {gpu.index}", gpu.health is Health.OK, detail)
 
 
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+def _needs(version: Version) -> str:
+    return "" if version.new_enough else f"; needs {version.needed}"

@@ -15,17 +15,17 @@ from contextlib import ExitStack, closing, contextmanager
 import click
 
 from orchestrator.children import end
-from orchestrator.cli import REFUSED
+from orchestrator.cli import REFUSED, versions
 from orchestrator.cli.child import CLOSING_S, spawn
 from orchestrator.cli.output import print_json
 from orchestrator.cli.progress import Pace, Progress
-from orchestrator.cli.schema import opened, require_schema
+from orchestrator.cli.schema import checked, require_schema
 from orchestrator.identity import instance_id
 from orchestrator.jobs import DEFAULT_LANE
 from orchestrator.leader.loop import LeaderLoop
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import backlog, nodes
+from orchestrator.store import backlog, worker_reads
 from orchestrator.store.backlog import MOST_COUNTED, Left
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
@@ -39,7 +39,8 @@ def run_here(settings: Settings, *, drain: bool, timeout_s: float | None, as_jso
     """The exit code: 1 when the worker died, or time was over before the lane was empty."""
     lane = settings.worker_pool or DEFAULT_LANE
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    with opened(settings) as db:
+    versions.require_redis(settings)
+    with checked(settings) as db:
         require_schema(db)
         ended = Ended(db, lane)
         try:
@@ -67,9 +68,7 @@ class Ended:
         self.done, self.failed = (max(0, sum(one[n] - was[n] for one, was in told)) for n in (0, 1))
 
     def _counters(self) -> dict[str, tuple[int, int]]:
-        listed = self._db.read(nodes.list_workers)
-        ours = [one for one in listed if one["pool_id"] == self._lane]
-        return {one["worker_id"]: (one["jobs_done"], one["jobs_failed"]) for one in ours}
+        return self._db.read(lambda conn: worker_reads.ended_jobs(conn, self._lane))
 
 
 @contextmanager

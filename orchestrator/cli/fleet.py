@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -11,10 +11,11 @@ from orchestrator.cli.bars import print_gpus
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_table
+from orchestrator.cli.pages import whole
 from orchestrator.client.api import Api
 from orchestrator.client.paths import gpu_path, lease_path
 
-_LEASES = ("agent_name", "mode", "node_id", "gpu_index", "memory_mb", "job_id", "worker_id", "expires_at")
+_LEASES = ("agent_name", "mode", "node_id", "gpus", "memory_mb", "job_id", "worker_id", "expires_at")
 _WORKERS = (
     "worker_id",
     "kind",
@@ -38,8 +39,12 @@ def leases() -> None:
 @with_api
 @as_json
 def list_leases(api: Api, *, as_json: bool) -> None:
-    """List live leases, oldest first."""
-    _show(api, "/leases", "leases", _LEASES, as_json=as_json)
+    """List live leases, oldest first, with the indexes of their GPUs; memory_mb is that of each."""
+    answer = whole(api, "/leases", "leases")
+    if as_json:
+        print_json(answer)
+    else:
+        print_table(_LEASES, [lease | _indexes(lease) for lease in answer["leases"]], empty="no leases")
 
 
 @leases.command()
@@ -65,7 +70,11 @@ def workers() -> None:
 @as_json
 def list_workers(api: Api, *, as_json: bool) -> None:
     """List workers."""
-    _show(api, "/workers", "workers", _WORKERS, as_json=as_json)
+    answer = whole(api, "/workers", "workers")
+    if as_json:
+        print_json(answer)
+    else:
+        print_table(_WORKERS, answer["workers"], empty="no workers")
 
 
 @click.group(invoke_without_command=True)
@@ -96,9 +105,6 @@ def clear(api: Api, gpu_uuid: str, *, as_json: bool) -> None:
         click.echo(f"{gpu_uuid} {'may be leased again' if answer['cleared'] else 'was not quarantined'}")
 
 
-def _show(api: Api, path: str, key: str, columns: Sequence[str], *, as_json: bool) -> None:
-    answer = api.get(path)
-    if as_json:
-        print_json(answer)
-    else:
-        print_table(columns, answer[key], empty=f"no {key}")
+def _indexes(lease: dict[str, Any]) -> dict[str, str | None]:
+    found = [gpu["gpu_uuid"] if gpu["gpu_index"] is None else str(gpu["gpu_index"]) for gpu in lease.get("gpus", ())]
+    return {"gpus": ",".join(found) or None}

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
-from orchestrator.cli import completion
+from orchestrator.cli import REFUSED, completion
+from orchestrator.cli.describing import named_priority, with_job
 from orchestrator.cli.http import with_api
 from orchestrator.cli.importing import import_jobs
-from orchestrator.cli.options import as_json
+from orchestrator.cli.options import JobId, as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
+from orchestrator.cli.pages import filled
 from orchestrator.client.answers import Job
 from orchestrator.client.api import Api
 from orchestrator.client.clients import PATIENCE_S
-from orchestrator.client.errors import NotEnded
+from orchestrator.client.errors import NotEnded, Refused
 from orchestrator.client.nouns import JobsOf
 from orchestrator.client.paths import job_path
 from orchestrator.client.submitting import Submitting
@@ -35,16 +35,7 @@ jobs.add_command(import_jobs)
 
 
 @jobs.command()
-@click.argument("type")
-@click.option("--payload", default="{}", metavar="JSON|@FILE|-", help="An object; - reads standard input.")
-@click.option("--job-id", help="Makes repeating this safe: the same id and content is one job.")
-@click.option("--agent", help="On whose behalf.")
-@click.option("--pool", "pool_id", shell_complete=completion.pool_ids, help="Pool whose workers run it.")
-@click.option("--priority", help="LOW, NORMAL, HIGH or -100…100; larger runs earlier.")
-@click.option(
-    "--cost-units", type=float, help="What it costs of its agent's share, 0…100; by default as long as it takes."
-)
-@click.option("--min-memory-mb", type=int, help="GPU memory it needs.")
+@with_job()
 @click.option(
     "--patience",
     "patience_s",
@@ -55,11 +46,9 @@ jobs.add_command(import_jobs)
 )
 @with_api
 @as_json
-def submit(api: Api, *, as_json: bool, payload: str, priority: str | None, patience_s: float, **fields: Any) -> None:
+def submit(api: Api, *, job: dict[str, Any], patience_s: float, as_json: bool) -> None:
     """Submit a job of TYPE and print its id."""
-    body = {key: value for key, value in fields.items() if value is not None}
-    body |= {"payload": read_payload(payload)} | ({} if priority is None else {"priority": named_priority(priority)})
-    answer = Submitting(api, patience_s, lambda reason: click.echo(f"waiting: {reason}", err=True)).one(body)
+    answer = Submitting(api, patience_s, lambda reason: click.echo(f"waiting: {reason}", err=True)).one(job)
     if as_json:
         print_json(answer)
     else:
@@ -68,7 +57,7 @@ def submit(api: Api, *, as_json: bool, payload: str, priority: str | None, patie
 
 
 @jobs.command()
-@click.argument("job_id", shell_complete=completion.job_ids)
+@click.argument("job_id", type=JobId(), shell_complete=completion.job_ids)
 @click.option("--wait", "wait_s", type=click.FloatRange(0), default=0, help="Seconds to wait for its end.")
 @with_api
 @as_json
@@ -78,7 +67,7 @@ def get(api: Api, job_id: str, *, wait_s: float, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id", shell_complete=completion.job_ids)
+@click.argument("job_id", type=JobId(), shell_complete=completion.job_ids)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Give up after so many seconds (exit 1).")
 @with_api
 @as_json
@@ -97,13 +86,14 @@ def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> in
 @click.option("--pool", "pool_id", shell_complete=completion.pool_ids)
 @click.option("--type", "type")
 @click.option("--workflow", "workflow_id", shell_complete=completion.workflow_ids, help="Tasks of this workflow.")
+@click.option("--tag", help="Those with this tag, exactly as it was submitted.")
 @click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
 @click.option("--cursor", help="Continue where an earlier page ended.")
 @with_api
 @as_json
 def list_jobs(api: Api, *, as_json: bool, **filters: Any) -> None:
     """List jobs, newest first."""
-    page = api.get("/jobs", filters)
+    page = filled(api, "/jobs", "jobs", filters)
     if as_json:
         print_json(page)
         return
@@ -112,7 +102,7 @@ def list_jobs(api: Api, *, as_json: bool, **filters: Any) -> None:
 
 
 @jobs.command()
-@click.argument("job_id", shell_complete=completion.job_ids)
+@click.argument("job_id", type=JobId(), shell_complete=completion.job_ids)
 @with_api
 @as_json
 def events(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -125,7 +115,7 @@ def events(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id", shell_complete=completion.job_ids)
+@click.argument("job_id", type=JobId(), shell_complete=completion.job_ids)
 @with_api
 @as_json
 def explain(api: Api, job_id: str, *, as_json: bool) -> None:
@@ -148,34 +138,25 @@ def explain(api: Api, job_id: str, *, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id", shell_complete=completion.job_ids)
+@click.argument("job_ids", metavar="JOB_ID…", nargs=-1, required=True, type=JobId(), shell_complete=completion.job_ids)
 @with_api
 @as_json
-def cancel(api: Api, job_id: str, *, as_json: bool) -> None:
-    """Cancel a job: at once when it waits; when it runs, its worker is asked to stop it."""
-    answer = api.post(job_path(job_id, "cancel"))
-    if as_json:
-        print_json(answer)
-    else:
-        asked = "" if answer["status"] == Status.CANCELLED else " (its worker was asked to stop it)"
-        click.echo(f"{answer['job_id']}  {answer['status']}{asked}")
+def cancel(api: Api, job_ids: Sequence[str], *, as_json: bool) -> int:
+    """Cancel jobs: at once those that wait; of those that run, the worker is asked to stop them."""
+    return _each(api, job_ids, "cancel", _cancelled, as_json=as_json)
 
 
 @jobs.command()
-@click.argument("job_id", shell_complete=completion.job_ids)
+@click.argument("job_ids", metavar="JOB_ID…", nargs=-1, required=True, type=JobId(), shell_complete=completion.job_ids)
 @with_api
 @as_json
-def retry(api: Api, job_id: str, *, as_json: bool) -> None:
-    """Start a failed, cancelled or dead-lettered job over."""
-    answer = api.post(job_path(job_id, "retry"))
-    if as_json:
-        print_json(answer)
-    else:
-        click.echo(f"{answer['job_id']}  {answer['status']}")
+def retry(api: Api, job_ids: Sequence[str], *, as_json: bool) -> int:
+    """Start failed, cancelled or dead-lettered jobs over."""
+    return _each(api, job_ids, "retry", _line, as_json=as_json)
 
 
 @jobs.command(context_settings={"ignore_unknown_options": True})
-@click.argument("job_id", shell_complete=completion.job_ids)
+@click.argument("job_id", type=JobId(), shell_complete=completion.job_ids)
 @click.argument("priority", metavar="LOW|NORMAL|HIGH|-100…100")
 @with_api
 @as_json
@@ -186,6 +167,53 @@ def priority(api: Api, job_id: str, priority: str, *, as_json: bool) -> None:
         print_json(answer)
     else:
         click.echo(f"{answer['job_id']}  {answer['status']}  priority {answer['before']} → {answer['priority']}")
+
+
+def _each(api: Api, job_ids: Sequence[str], what: str, told: Callable[[dict[str, Any]], str], *, as_json: bool) -> int:
+    """Ask it of each; a refusal stops none of the others, and makes the exit code 1."""
+    if len(job_ids) == 1:
+        answer = api.post(job_path(job_ids[0], what))
+        if as_json:
+            print_json(answer)
+        else:
+            click.echo(told(answer))
+        return 0
+    verdicts: list[dict[str, Any]] = []
+    try:
+        for job_id in dict.fromkeys(job_ids):
+            verdicts.append(_verdict(api, job_id, what))
+            if not as_json:
+                _tell(verdicts[-1], told)
+    finally:  # a server that goes away meanwhile has done those before
+        if as_json:
+            print_json({"jobs": verdicts})
+    return REFUSED if any("error" in verdict for verdict in verdicts) else 0
+
+
+def _verdict(api: Api, job_id: str, what: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = api.post(job_path(job_id, what))
+    except Refused as refused:
+        return {
+            "job_id": job_id,
+            "error": {"status": refused.status, "code": refused.code, "detail": refused.detail},
+        }
+    return answer
+
+
+def _tell(verdict: dict[str, Any], told: Callable[[dict[str, Any]], str]) -> None:
+    if error := verdict.get("error"):
+        click.echo(f"gpuorch: {verdict['job_id']}: {error['status']} {error['code']}: {error['detail']}", err=True)
+    else:
+        click.echo(told(verdict))
+
+
+def _line(answer: dict[str, Any]) -> str:
+    return f"{answer['job_id']}  {answer['status']}"
+
+
+def _cancelled(answer: dict[str, Any]) -> str:
+    return _line(answer) + ("" if answer["status"] == Status.CANCELLED else " (its worker was asked to stop it)")
 
 
 def _waited(api: Api, job_id: str, timeout_s: float | None) -> Job:
@@ -202,23 +230,3 @@ def _show(job: Job, *, as_json: bool) -> None:
         print_json(job)
     else:
         print_record(job)
-
-
-def read_payload(text: str) -> object:
-    try:
-        if text == "-":
-            text = sys.stdin.read()
-        elif text.startswith("@"):
-            text = Path(text[1:]).read_text(encoding="utf-8")
-        return json.loads(text)
-    except OSError as error:
-        raise click.BadParameter(f"{error.filename}: {error.strerror}", param_hint="--payload") from None
-    except (ValueError, RecursionError) as error:
-        raise click.BadParameter(f"not JSON: {error}", param_hint="--payload") from None
-
-
-def named_priority(text: str) -> object:
-    try:
-        return int(text)
-    except ValueError:
-        return text.upper()

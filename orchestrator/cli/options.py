@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from orchestrator.config import load
+from orchestrator.names import is_name
 from orchestrator.settings import FIELDS
 
 #: Flags whose name is not simply that of the field.
@@ -65,6 +66,15 @@ def with_settings(*fields: str, **renamed: str) -> Callable[[Command], Command]:
         return _config_option(flagged)
 
     return decorate
+
+
+class JobId(click.ParamType[str]):
+    """No other text is sent: as part of a path it would ask for something else."""
+
+    name = "job_id"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return value if is_name(value) else self.fail(f"not a job id: {value!r}", param, ctx)
 
 
 def as_json(command: Command) -> Command:

@@ -17,7 +17,7 @@ from orchestrator.cli.style import STATUS_COLOURS, columns, cut, fit, painted, w
 MIN_WIDTH, MIN_HEADING = 10, 6
 GAP = "  "
 #: Columns that say nothing when they are cut, beside ids, times and numbers.
-_WHOLE = frozenset({"status", "event_type", "gpu_uuid"})
+_WHOLE = frozenset({"status", "event_type", "gpu_uuid", "gpus"})
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)")
 #: Nothing, a number, a date or a time of day.
 _SHORT = re.compile(r"-|-?\d+(\.\d+)?|\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d")
@@ -142,17 +142,23 @@ def tell_of_next(page: Mapping[str, Any]) -> None:
 
 
 def cell(value: object) -> str:
-    """A value in one line of a table; of an error with its trace, the line that says what went wrong."""
+    """A value in one line of a table; of a text of several, the one that says what went wrong."""
     if isinstance(value, str):
-        return printable(last_line(value))
+        return printable(telling_line(value))
     if isinstance(value, Mapping) and isinstance(value.get("error"), str):
-        return printable({**value, "error": last_line(value["error"])})
+        return printable({**value, "error": telling_line(value["error"])})
     return printable(value)
 
 
-def last_line(text: str) -> str:
-    """The last one that has anything in it."""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), text)
+def telling_line(text: str) -> str:
+    """Of an error the line that says what went wrong: the first of its message, which may have several."""
+    # Traces of a group of exceptions stand behind a bar; those of its members are further in.
+    lines = [line.removeprefix("  | ") for line in text.splitlines() if line.strip()]
+    frames = [n for n, line in enumerate(lines) if line.startswith('  File "')]
+    if not frames:
+        return lines[0].strip() if lines else text
+    # A trace that was cut has nothing after it.
+    return next((line.strip() for line in lines[frames[-1] :] if not line[0].isspace()), lines[-1].strip())
 
 
 def printable(value: object) -> str:

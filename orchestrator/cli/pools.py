@@ -16,6 +16,7 @@ from orchestrator.cli.output import print_json, print_record, print_table, print
 from orchestrator.cli.progress import Progress
 from orchestrator.client.api import Api
 from orchestrator.client.paths import pool_path
+from orchestrator.pools import MAX_WORKERS
 
 _LISTED = ("pool_id", "status", "desired_workers", "spawned_workers", "running", "model_id", "type", "status_reason")
 _MEMBERS = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble")
@@ -25,7 +26,7 @@ LOOK_EVERY_S = 0.5
 
 Pool = dict[str, Any]
 
-_COUNT = click.IntRange(0, 4096)
+_COUNT = click.IntRange(0, MAX_WORKERS)
 
 
 @click.group()
@@ -128,7 +129,10 @@ def show(api: Api, pool_id: str, *, as_json: bool) -> None:
 @as_json
 def scale(api: Api, pool_id: str, workers: int | None, *, as_json: bool, **fields: Any) -> None:
     """Have WORKERS workers, or other limits; what is loaded stays loaded."""
-    _change(api, pool_id, _given(desired_workers=workers, **fields), as_json=as_json)
+    pool = _change(api, pool_id, _given(desired_workers=workers, **fields))
+    _show(pool, as_json=as_json)
+    if not as_json:
+        click.echo(f"{pool['desired_workers']} workers wanted, {pool['spawned_workers']} there{_limits(pool)}")
 
 
 @pools.command()
@@ -139,7 +143,7 @@ def scale(api: Api, pool_id: str, workers: int | None, *, as_json: bool, **field
 def swap(api: Api, pool_id: str, *, as_json: bool, **fields: Any) -> None:
     """Serve another model: new workers load it, then the old ones leave. An empty text takes a field away."""
     given = {key: None if value == "" else value for key, value in _given(**fields).items()}
-    _change(api, pool_id, given, as_json=as_json)
+    _show(_change(api, pool_id, given), as_json=as_json)
 
 
 @pools.command()
@@ -182,10 +186,17 @@ def _given(**fields: Any) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _change(api: Api, pool_id: str, fields: dict[str, Any], *, as_json: bool) -> None:
+def _change(api: Api, pool_id: str, fields: dict[str, Any]) -> Pool:
     if not fields:
         raise click.UsageError("say what should change")
-    _show(api.patch(pool_path(pool_id), fields), as_json=as_json)
+    pool: Pool = api.patch(pool_path(pool_id), fields)
+    return pool
+
+
+def _limits(pool: Pool) -> str:
+    bounds = (("at least", pool["min_workers"] or None), ("at most", pool["max_workers"]))
+    told = ", ".join(f"{bound} {number}" for bound, number in bounds if number is not None)
+    return f" ({told})" if told else ""
 
 
 def _show(pool: Pool, *, as_json: bool) -> None:

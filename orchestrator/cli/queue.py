@@ -19,8 +19,10 @@ from orchestrator.cli.progress import duration
 from orchestrator.client.api import Api
 from orchestrator.client.steps import BULK_S
 from orchestrator.config import Loaded
+from orchestrator.errors import ConfigError
 
 _UNFINISHED = ("pending", "claimed", "running")
+_PAUSED = ("action", "reason", "since")
 
 
 @click.group()
@@ -46,8 +48,11 @@ def _scope(**names: str | None) -> dict[str, Any]:
 @with_api
 @as_json
 def stats(api: Api, *, as_json: bool) -> None:
-    """Count jobs by status, and those that are not over by pool and agent; a + means at least so many."""
-    found = api.get("/jobs/stats")
+    """Count jobs by status, and those that are not over by pool and agent; a + means at least so many.
+
+    And tell what is paused: it explains why things wait.
+    """
+    found = api.get("/jobs/stats") | api.get("/control/paused")
     if as_json:
         print_json(found)
         return
@@ -55,6 +60,9 @@ def stats(api: Api, *, as_json: bool) -> None:
     print_record({status: f"{count}{'+' if status in more else ''}" for status, count in found["status"].items()})
     oldest = found["oldest_pending_seconds"]
     click.echo(f"oldest pending: {'-' if oldest is None else duration(oldest)}")
+    if found["paused"]:
+        click.echo()
+        print_table(("paused", *_PAUSED), [{"paused": one["key"]} | one for one in found["paused"]])
     for key in ("pools", "agents"):
         click.echo()
         name = key.removesuffix("s")
@@ -107,7 +115,7 @@ def paused(api: Api, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
-        print_table(("key", "action", "reason", "since"), answer["paused"], empty="nothing is paused")
+        print_table(("key", *_PAUSED), answer["paused"], empty="nothing is paused")
 
 
 @queue.command()
@@ -174,7 +182,7 @@ def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: 
     It needs the database and Redis, nothing else: retries and delayed jobs come due by its own doing when nobody else
     leads. Without a --database-url and a --redis-url it works on --data-dir, as gpuorch dev does.
     """
-    from orchestrator.cli.dev import own_servers
+    from orchestrator.cli.dev import database_file, own_servers
     from orchestrator.cli.draining import run_here
     from orchestrator.cli.servers import stop_on_sigterm
     from orchestrator.modules import require_modules
@@ -185,6 +193,9 @@ def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: 
     with ExitStack() as servers:
         settings = loaded.settings
         if all(loaded.sources[key] == "default" for key in ("database_url", "redis_url")):
+            if not (file := database_file(settings.data_dir)).exists():
+                ways = "name the --data-dir of a gpuorch dev, or a --database-url and a --redis-url"
+                raise ConfigError(f"there is nothing to run: no database is at {file.absolute()}; {ways}")
             settings = servers.enter_context(own_servers(loaded))
         else:
             logs.configure(settings)

@@ -7,12 +7,13 @@ from typing import Any
 import click
 
 from orchestrator.cli import completion
+from orchestrator.cli.describing import with_job
 from orchestrator.cli.http import with_api
-from orchestrator.cli.jobs import named_priority, read_payload
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json, print_record, print_table, tell_of_next
 from orchestrator.client.api import Api
 from orchestrator.client.paths import schedule_path
+from orchestrator.schedules import NOT_RECURRING
 
 _LISTED = ("schedule_id", "cron", "every_seconds", "timezone", "enabled", "next_fire_at", "last_fired_at", "last_error")
 
@@ -48,28 +49,20 @@ def show(api: Api, schedule_id: str, *, as_json: bool) -> None:
 
 @schedules.command("set")
 @click.argument("schedule_id", shell_complete=completion.schedule_ids)
-@click.argument("type")
 @click.option("--cron", metavar="LINE", help='Minute, hour, day, month, weekday: "0 3 * * MON-FRI".')
 @click.option("--every", "every_seconds", type=click.FloatRange(1), metavar="SECONDS", help="Instead of a cron line.")
 @click.option("--timezone", help="Whose clock the cron line means: Europe/Berlin.  [default: UTC]")
-@click.option("--payload", default="{}", metavar="JSON|@FILE|-", help="An object; - reads standard input.")
-@click.option("--agent", help="On whose behalf.")
-@click.option("--pool", "pool_id", shell_complete=completion.pool_ids, help="Pool whose workers run it.")
-@click.option("--priority", help="LOW, NORMAL, HIGH or -100…100; larger runs earlier.")
-@click.option("--min-memory-mb", type=int, help="GPU memory it needs.")
+@with_job(without=NOT_RECURRING)
 @click.option("--catch-up", type=click.Choice(["skip", "last", "all"]), help="What runs of missed times.")
 @click.option("--catch-up-max", type=click.IntRange(1, 100), help="With all: at most so many.  [default: 10]")
 @click.option("--disabled", is_flag=True, help="Keep it, but do not fire it.")
 @with_api
 @as_json
-def set_schedule(api: Api, schedule_id: str, *, as_json: bool, disabled: bool, **given: Any) -> None:
+def set_schedule(
+    api: Api, schedule_id: str, *, job: dict[str, Any], as_json: bool, disabled: bool, **given: Any
+) -> None:
     """Make or replace a schedule that submits a job of TYPE."""
     given = {key: value for key, value in given.items() if value is not None}
-    of_job = ("type", "agent", "pool_id", "priority", "min_memory_mb")
-    job: dict[str, Any] = {key: given.pop(key) for key in of_job if key in given}
-    job["payload"] = read_payload(given.pop("payload"))
-    if "priority" in job:
-        job["priority"] = named_priority(job["priority"])
     _show(api.put(schedule_path(schedule_id), given | {"job": job, "enabled": not disabled}), as_json=as_json)
 
 

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 
 import click
 
+from orchestrator.cli import versions
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json
 from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, safe_url
+from orchestrator.store import revisions
 from orchestrator.store.database import Database
+from orchestrator.store.dialect import missing_file
 
 
 @click.command()
@@ -21,23 +24,33 @@ from orchestrator.store.database import Database
 @as_json
 def migrate(loaded: Loaded, *, check: bool, as_json: bool) -> None:
     """Bring the database to the schema of this version. Safe to run again, and by several at once."""
-    from orchestrator.store import migrate as migrations  # its library takes a third of a worker's start
-
-    with opened(loaded.settings) as db:
-        before = migrations.current_revision(db)
+    with checked(loaded.settings, create=not check) as db:
+        before = revisions.current(db)
         if check:
             require_schema(db)
         else:
-            migrations.upgrade(db)
-        after = migrations.current_revision(db)
+            upgrade(db)
+        after = revisions.current(db)
     if as_json:
         print_json({"before": before, "after": after})
     else:
         click.echo(f"schema: {before or 'empty'} → {after}")
 
 
+def upgrade(db: Database) -> None:
+    """Apply the migrations that it lacks."""
+    if revisions.pending(db):
+        from orchestrator.store import migrate as migrations  # its library takes longer to load than the rest of us
+
+        migrations.upgrade(db)
+
+
 @contextmanager
-def opened(settings: Settings) -> Iterator[Database]:
+def opened(settings: Settings, *, create: bool = False) -> Iterator[Database]:
+    """Raises ConfigError when there is none, unless it may be created."""
+    if not create and (missing := missing_file(settings.database_url)):
+        ways = "name another with --config or ORCH_DATABASE_URL, or start everything here: gpuorch dev"
+        raise ConfigError(f"there is no database at {missing.absolute()}; run: gpuorch migrate, {ways}")
     db = Database(settings)
     try:
         yield db
@@ -45,11 +58,17 @@ def opened(settings: Settings) -> Iterator[Database]:
         db.close()
 
 
+@contextmanager
+def checked(settings: Settings, *, create: bool = False) -> Iterator[Database]:
+    """`opened`, of a server that is new enough. Raises ServerTooOld besides."""
+    with opened(settings, create=create) as db:
+        versions.require_database(db)
+        yield db
+
+
 def require_schema(db: Database) -> None:
     """Raises ConfigError when the database lacks migrations that this version knows."""
-    from orchestrator.store import migrate as migrations
-
-    if migrations.pending(db):
-        current, head = migrations.current_revision(db) or "empty", migrations.head_revision()
-        where = safe_url(db.settings.database_url)
-        raise ConfigError(f"the schema of {where} is {current}, this version needs {head}; run: gpuorch migrate")
+    if revisions.pending(db):
+        current, where = revisions.current(db) or "empty", safe_url(db.settings.database_url)
+        needed = f"this version needs {revisions.head()}; run: gpuorch migrate"
+        raise ConfigError(f"the schema of {where} is {current}, {needed}")

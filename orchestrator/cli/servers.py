@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import click
 
+from orchestrator.cli import versions
 from orchestrator.cli.options import OF_WORKERS, with_settings
-from orchestrator.cli.schema import opened, require_schema
+from orchestrator.cli.schema import checked, require_schema, upgrade
 from orchestrator.config import Loaded
 from orchestrator.errors import Unavailable
 from orchestrator.identity import node_id
@@ -25,13 +27,12 @@ from orchestrator.telemetry import logs
 @click.option("--migrate/--no-migrate", "migrate_first", help="Bring the schema up to date first (default: no).")
 def serve(loaded: Loaded, *, migrate_first: bool) -> None:
     """Serve the HTTP API and stand for leader. Needs a migrated database and Redis."""
-    from orchestrator.store import migrate
-
     settings = loaded.settings
     logs.configure(settings)
-    with opened(settings) as db:
+    versions.require_redis(settings)
+    with checked(settings, create=migrate_first) as db:
         if migrate_first:
-            migrate.upgrade(db)
+            upgrade(db)
         require_schema(db)
     run_api(settings, lambda url: click.echo(f"gpuorch serves {url}"))
 
@@ -45,6 +46,7 @@ def worker(loaded: Loaded) -> int:
 
     logs.configure(loaded.settings, node_id=node_id(loaded.settings))
     require_modules(loaded.settings.worker_handlers)
+    versions.require_redis(loaded.settings)
     _require_tables(loaded.settings)
     # Handlers are found beside the person who starts the worker, as with `python -m`.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a text, as sys.path holds
@@ -52,37 +54,41 @@ def worker(loaded: Loaded) -> int:
 
 
 def _require_tables(settings: Settings) -> None:
-    """Raises ConfigError when the database was not migrated; one that is away is waited for by the worker itself.
-
-    The schema is looked at only where a query fails: that library takes a third of a worker's start.
-    """
-    from orchestrator.store import crews
-
-    with opened(settings) as db:
-        try:
-            db.read(lambda conn: crews.node_leave_s(conn, ""))
-        except Unavailable:
-            return
-        except Exception:
-            require_schema(db)
-            raise
+    """Raises ConfigError when the database is too old or was not migrated; one that is away the worker waits for."""
+    with suppress(Unavailable), checked(settings) as db:
+        require_schema(db)
 
 
 def run_api(settings: Settings, ready: Callable[[str], None], stopping: Callable[[], None] | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C; both end it in order and return here."""
     from orchestrator.api.server import serve as serve_api
 
+    def answers(url: str) -> None:
+        ready(url)
+        if _heard:
+            signal.raise_signal(_heard[0])
+
     stop_on_sigterm()
-    serve_api(settings, ready, stopping)
+    serve_api(settings, answers, stopping)
 
 
 #: What ends a program in order; a closed terminal becomes the second.
 _UNWINDING = (signal.SIGINT, signal.SIGTERM)
+#: Those that came. Where Python cannot let a KeyboardInterrupt through (a callback of the garbage collector, of a
+#: module that is being imported) it is told of and lost, and whoever starts for seconds passes through many of these.
+_heard: list[int] = []
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    _heard.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def stop_on_sigterm() -> None:
     """Before and after the HTTP server, which has its own handlers, SIGTERM unwinds like Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _unwind)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell started us in the background
+        signal.signal(signal.SIGINT, _unwind)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # a closed terminal, unless nohup
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 

@@ -15,6 +15,7 @@ from orchestrator.cli.frame import Look, frame
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_json
+from orchestrator.cli.pages import whole
 from orchestrator.cli.progress import Pace
 from orchestrator.cli.style import columns
 from orchestrator.client.api import Api
@@ -73,7 +74,7 @@ class Seeing:
     def look(self) -> Look:
         """Raises ServerUnreachable or Refused."""
         get = self._api.get
-        workers = get("/workers")["workers"]
+        workers = whole(self._api, "/workers", "workers")["workers"]
         done, failed = self._ends.rates(workers)
         self._last = Look(
             url=self._api.url,

@@ -11,6 +11,7 @@ from orchestrator.cli import completion
 from orchestrator.cli.http import with_api
 from orchestrator.cli.options import as_json
 from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
+from orchestrator.cli.pages import filled
 from orchestrator.client.api import Api
 from orchestrator.client.paths import workflow_path
 from orchestrator.workflows import FlowStatus
@@ -61,7 +62,7 @@ def add(api: Api, workflow_id: str, file: IO[bytes], *, as_json: bool) -> None:
 @as_json
 def list_workflows(api: Api, *, as_json: bool, **filters: Any) -> None:
     """List workflows, newest first."""
-    page = api.get("/workflows", filters)
+    page = filled(api, "/workflows", "workflows", filters)
     if as_json:
         print_json(page)
         return
@@ -139,10 +140,14 @@ def _show(workflow: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(workflow)
         return
-    progress = workflow["progress"]
-    told = f"{progress['completed']} of {progress['total']} ({progress['done']} done)"
     about = {key: value for key, value in workflow.items() if key not in ("tasks", "next_cursor")}
-    print_record(about | {"progress": told})
+    print_record(about | {"progress": _progress(workflow["progress"])})
     click.echo()
     print_table(_TASKS, workflow["tasks"], empty="no tasks")
     tell_of_next(workflow)
+
+
+def _progress(counts: dict[str, int]) -> str:
+    """How many tasks ended, and how: what failed is what somebody looks for."""
+    how = [f"{counts[name]} {name}" for name in ("done", "failed", "cancelled") if counts[name]]
+    return f"{counts['completed']} of {counts['total']}" + (f" ({', '.join(how)})" if how else "")

@@ -133,7 +133,10 @@ class Lease(TypedDict):
     mode: str
     state: str
     node_id: str | None
+    #: Of each of its GPUs.
     memory_mb: int
+    #: All of them: `gpu_uuid`, `gpu_index`.
+    gpus: list[dict[str, Any]]
     expires_at: str
 
 
@@ -183,6 +186,7 @@ class Redriven(TypedDict):
     dry_run: bool
     would_be: NotRequired[int]
     sample: NotRequired[list[str]]
+    unknown: NotRequired[list[str]]
 
 
 class Purged(TypedDict):
@@ -191,6 +195,7 @@ class Purged(TypedDict):
     dry_run: bool
     would_be: NotRequired[int]
     sample: NotRequired[list[str]]
+    unknown: NotRequired[list[str]]
 
 
 class Added(TypedDict):

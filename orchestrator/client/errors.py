@@ -40,15 +40,15 @@ class Refused(OrchestratorError):
     def __init__(self, response: httpx.Response) -> None:
         try:
             problem = response.json()
-            detail, self.code = str(problem["detail"]), str(problem["code"])
+            self.detail, self.code = str(problem["detail"]), str(problem["code"])
             exact = problem.get("retry_after")
         except (ValueError, KeyError, TypeError):
-            detail, self.code = f"{response.reason_phrase} (is this a gpuorch server?)", "http_error"
+            self.detail, self.code = f"{response.reason_phrase} (is this a gpuorch server?)", "http_error"
             exact = None
         self.status = response.status_code
         known = isinstance(exact, int | float)
         self.retry_after_s = float(exact) if known else _seconds(response.headers.get("Retry-After"))
-        super().__init__(f"{response.status_code} {self.code}: {detail}")
+        super().__init__(f"{response.status_code} {self.code}: {self.detail}")
 
     @property
     def says_nothing_of_it(self) -> bool:

@@ -181,10 +181,11 @@ class JobsOf(Polite[Door]):
         pool_id: str | None = None,
         type: str | None = None,
         workflow_id: str | None = None,
+        tag: str | None = None,
     ) -> Emits[Job]:
         """All that match, newest first, without payloads; pages are asked for as you go on."""
-        filters = {"status": status, "agent": agent, "pool_id": pool_id, "type": type, "workflow_id": workflow_id}
-        return self._pages("/jobs", "jobs", filters)
+        filters = {"status": status, "agent": agent, "pool_id": pool_id, "type": type}
+        return self._pages("/jobs", "jobs", filters | {"workflow_id": workflow_id, "tag": tag})
 
     @operation
     def cancel(self, job_id: str) -> Operation[Cancelled]:
@@ -220,10 +221,15 @@ class JobsOf(Polite[Door]):
 
     @operation
     def leases(self) -> Operation[Sequence[Lease]]:
-        """Who holds GPU memory."""
-        found = yield from self._read("/leases")
-        leases: Sequence[Lease] = found["leases"]
-        return leases
+        """Who holds GPU memory, oldest first: all of them."""
+        found: list[Lease] = []
+        cursor = None
+        while True:
+            page = yield from self._read("/leases", {"cursor": cursor})
+            found += page["leases"]
+            cursor = page.get("next_cursor")  # a server of an older version has no pages
+            if cursor is None:
+                return found
 
 
 class PoolsOf(Polite[Door]):

@@ -17,5 +17,6 @@ Redis has seen already. A leader that Redis refuses although its row is good beg
 
 Where the server's lock proves nothing (Galera), the row alone decides: a successor then waits until it expires.
 
-`term` wins and keeps terms, `duties` is the table of what a leader does, `loop` runs the two.
+`term` wins and keeps terms, `duties` is the table of what a leader does, `loop` runs the two; `apart` keeps a row that
+somebody holds from costing more than what needs it.
 """

@@ -8,13 +8,16 @@ often ask first whether there is anything to do, by one statement that begins no
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
-from orchestrator.errors import RedisUnavailable, UnknownDuty
+from orchestrator.errors import RedisUnavailable, Unavailable, UnknownDuty
 from orchestrator.jobs import OWNED, Queued, RetryPolicy, Status
 from orchestrator.leader import retention
+from orchestrator.leader.apart import Apart
 from orchestrator.leader.autosize import Autosize
 from orchestrator.leader.reconcile import reconcile_pools
 from orchestrator.leader.recurring import INTERVAL_S as SCHEDULES_INTERVAL_S
@@ -34,19 +37,25 @@ from orchestrator.store import (
     leases,
     nodes,
     outbox,
+    ownership,
     reports,
     tallies,
     withdraw,
 )
 from orchestrator.store.admission import Admission
+from orchestrator.store.database import RowsHeld
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.moves import Claimant
+from orchestrator.store.nodes import DeadOwner
 from orchestrator.store.policies import Copy
 from orchestrator.store.reports import Overrun
-from orchestrator.store.settle import record, take_from_dead
+from orchestrator.store.settle import End, Settled, record, take_from_dead
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
 from orchestrator.telemetry import life, metrics, tracing
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +70,7 @@ FORGET_INTERVAL_S = 60.0
 #: Seconds for which totals of jobs may be behind what happened.
 TALLY_INTERVAL_S = 1.0
 #: Lanes that may run into a timeout before a duty leaves the rest for later.
-MAX_UNANSWERED = 2
+MAX_WAITS = 2
 #: Milliseconds after which an idle consumer of a worker that is gone is removed from its group.
 CONSUMER_IDLE_MS = 60_000
 
@@ -93,6 +102,7 @@ class DutyContext:
     retained: Places = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.apart = Apart(self.term)
         self.replicas = Replicas(self.settings)
         self.autosize = Autosize(self.settings)
         self.admission = Admission(self.policies)
@@ -122,15 +132,18 @@ def repair(context: DutyContext) -> int:
 def _in_lanes(lanes: Sequence[str], work: Callable[[str], int]) -> int:
     """Do it in all of them, then report the first that failed: a broken lane must not hold up the others.
 
-    A server that does not answer is not asked for each of a thousand lanes: other duties wait meanwhile.
+    A server that does not answer is not asked for each of a thousand lanes, nor is a row waited for in each: other
+    duties wait meanwhile. So none of them is always the last.
     """
-    did, failures = 0, []
-    for lane in lanes:
+    did = waits = 0
+    failures: list[Unavailable] = []
+    for lane in random.sample(lanes, len(lanes)):
         try:
             did += work(lane)
-        except RedisUnavailable as broken:
+        except (RowsHeld, RedisUnavailable) as broken:
             failures.append(broken)
-            if sum(not failure.answered for failure in failures) >= MAX_UNANSWERED:
+            waits += isinstance(broken, RowsHeld) or not broken.answered
+            if waits >= MAX_WAITS:
                 break
     if failures:
         raise failures[0]
@@ -147,15 +160,15 @@ def _repair_lane(context: DutyContext, lane: str) -> int:
     survey = context.hub.lane(lane).survey(limit=4 * context.settings.lane_window_max)
     context.hub.lane(lane).ack_as_leader(context.term.epoch, survey.skipped)
     missing = [job_id for job_id in announced if job_id not in survey.coming]
-    return context.term.write(lambda conn: outbox.unpublish(conn, missing, after_s)) if missing else 0
+    return context.term.write(lambda conn: outbox.unpublish_unheld(conn, missing, after_s)) if missing else 0
 
 
 def purge_leases(context: DutyContext) -> int:
     """End leases whose holder stopped renewing them, and forget those that ended long ago."""
     if not context.term.finds(_LEASES, ended_since_s=-KEEP_ENDED_LEASES_S):
         return 0
-    ended = context.term.write(lambda conn: leases.purge(conn, BATCH, context.settings.gpu_stale_s))
-    forgotten = context.term.write(lambda conn: leases.forget(conn, KEEP_ENDED_LEASES_S, BATCH))
+    ended = context.apart.write(partial(leases.purge, limit=BATCH, stale_s=context.settings.gpu_stale_s))
+    forgotten = context.apart.write(partial(leases.forget, keep_s=KEEP_ENDED_LEASES_S, limit=BATCH))
     return max(ended, forgotten)
 
 
@@ -182,16 +195,27 @@ def _reclaim_jobs(context: DutyContext) -> int:
         for lost in context.term.write(lambda conn: nodes.declare_lost(conn, timeout, BATCH)):
             about = {"worker_id": lost.worker_id, "pool_id": lost.pool_id, "node_id": lost.node_id}
             log.warning("worker lost", extra=about)
-    rescued = 0
-    for owner in context.term.db.read(lambda conn: nodes.dead_owners(conn, BATCH)):
-        dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
-        settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
-        rescued += len(settled)
-        life.settled(settled, worker_id=dead.worker_id, pool_id=dead.pool_id)
-        metrics.recovered(owner.silent_s)
-        if spans := tracing.spans():  # nobody else speaks for them; when they began, nobody knows
-            spans.died([one.end for one in settled if one.arrow], owner.silent_s, dead.worker_id, dead.pool_id)
+    rescued = waits = 0
+    dead = context.term.db.read(lambda conn: nodes.dead_owners(conn, BATCH))
+    for owner in random.sample(dead, len(dead)):
+        try:
+            rescued += _rescue(context, owner)
+        except RowsHeld as held:  # of a cap, of a workflow; the jobs of the other dead do not wait for it
+            log.warning("somebody holds a row", extra={"worker_id": owner.worker_id, "error": str(held)})
+            waits += 1
+            if waits >= MAX_WAITS:
+                break
     return rescued
+
+
+def _rescue(context: DutyContext, owner: DeadOwner) -> int:
+    dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
+    settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
+    life.settled(settled, worker_id=dead.worker_id, pool_id=dead.pool_id)
+    metrics.recovered(owner.silent_s)
+    if spans := tracing.spans():  # nobody else speaks for them; when they began, nobody knows
+        spans.died([one.end for one in settled if one.arrow], owner.silent_s, dead.worker_id, dead.pool_id)
+    return len(settled)
 
 
 def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
@@ -208,7 +232,7 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     status = context.term.db.read(lambda conn: statuses(conn, ids)) if ids else {}
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
     if waiting:
-        context.term.write(lambda conn: outbox.unpublish(conn, waiting))
+        context.term.write(lambda conn: outbox.unpublish_unheld(conn, waiting))
     drop = [entry.entry_id for entry in idle.entries if status.get(entry.job_id or "") not in OWNED]
     lane.ack_as_leader(context.term.epoch, drop)
     _forget_consumers(context, lane)
@@ -252,9 +276,14 @@ def enforce_limits(context: DutyContext) -> int:
 def _end_for_others(context: DutyContext, attempts: Sequence[Overrun]) -> None:
     """End attempts of HTTP workers, who find out when they next speak of them: 409."""
     for by in {attempt.by.worker_id: attempt.by for attempt in attempts}.values():
-        ends = [attempt.end for attempt in attempts if attempt.by.worker_id == by.worker_id]
-        write = partial(record, by=by, starts=[], ends=ends, policy=context.retry_policy)
+        ends = {attempt.end.job_id: attempt.end for attempt in attempts if attempt.by.worker_id == by.worker_id}
+        write = partial(_end_unheld, by=by, ends=ends, policy=context.retry_policy)
         life.settled(context.term.write(write), worker_id=by.worker_id, pool_id=by.pool_id)
+
+
+def _end_unheld(conn: Connection, by: Claimant, ends: Mapping[str, End], policy: RetryPolicy) -> list[Settled]:
+    """Whoever holds a job's row must not hold up the leader: that one the next time, then."""
+    return record(conn, by, [], [ends[job_id] for job_id in ownership.lock_unheld(conn, list(ends))], policy)
 
 
 def keep_caps(context: DutyContext) -> int:
@@ -263,7 +292,7 @@ def keep_caps(context: DutyContext) -> int:
     if not context.term.finds(_CAPS) and not book.limits:
         return 0
     late = context.term.write(lambda conn: caps.seat_late(conn, book, BATCH))
-    healed = context.term.write(caps.heal)
+    healed = context.apart.write(caps.heal)
     if healed:
         log.warning("caps corrected", extra={"keys": healed})
     gone = context.term.write(lambda conn: caps.let_go(conn, book, context.waited_for, BATCH))
@@ -318,6 +347,7 @@ def tend_workflows(context: DutyContext) -> int:
     """End workflows whose time is over, go on with those being stopped or started over, make jobs of added tasks."""
     return tend(
         context.term,
+        context.apart,
         context.settings,
         context.retry_policy,
         context.policies,

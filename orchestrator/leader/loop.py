@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, RedisUnavailable, StaleEpoch
@@ -18,6 +19,7 @@ from orchestrator.settings import Settings
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
 from orchestrator.telemetry import logs, metrics
+from orchestrator.telemetry.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class LeaderLoop:
         self._stop = threading.Event()
         self._context: DutyContext | None = None
         self._hurried: set[str] = set()
+        self._failing: defaultdict[str, Seldom] = defaultdict(Seldom)
         self._preloads = hub.preloads()
         metrics.expect_duties([duty.name for duty in DUTIES])
         self._threads = [
@@ -122,15 +125,20 @@ class LeaderLoop:
     def _run(self, duty: Duty, context: DutyContext) -> int:
         with metrics.duty(duty.name), logs.bind(duty=duty.name, epoch=context.term.epoch):
             try:
-                return duty.run(context)
+                did = duty.run(context)
             except StaleEpoch as stale:
                 self._candidate.refused_by(stale.newest)
                 log.warning("a newer leader works already")
             except OrchestratorError as away:
                 metrics.duty_failed(duty.name)
-                log.warning("duty failed", extra={"error": str(away)})
+                if self._failing[duty.name].due():  # most are tried again within a second
+                    log.warning("duty failed", extra={"error": str(away)})
             except Exception:
                 # A bug in one duty must not end the others; it is counted and shown with its trace.
                 metrics.duty_failed(duty.name)
                 log.exception("duty broke")
+            else:
+                if self._failing[duty.name].over():
+                    log.info("duty works again")
+                return did
         return 0

@@ -12,7 +12,7 @@ from orchestrator import actors
 from orchestrator.errors import OrchestratorError, StaleEpoch
 from orchestrator.settings import Settings
 from orchestrator.store import leadership
-from orchestrator.store.database import Database
+from orchestrator.store.database import Database, Waiting
 from orchestrator.store.dialect import LeaderLock
 from orchestrator.store.hot import Hot
 
@@ -40,15 +40,18 @@ class Term:
     def age_s(self) -> float:
         return time.monotonic() - self.began
 
-    def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction that begins with the fence. Raises StaleEpoch; nothing is written then."""
+    def write(self, work: Callable[[Connection], T], waiting: Waiting = Waiting.ONCE) -> T:
+        """Run `work` in a transaction that begins with the fence. Raises StaleEpoch; nothing is written then.
+
+        A row that somebody holds is waited for once at most: all other duties wait meanwhile.
+        """
 
         def fenced(conn: Connection) -> T:
             leadership.fence(conn, self.lock_name, self.epoch)
             return work(conn)
 
         with actors.acting(self.actor):
-            return self.db.write(fenced)
+            return self.db.write_batch(fenced, waiting)
 
     def finds(self, asked: Hot, **given: Any) -> bool:
         """Whether there is anything to do: mostly there is not, and no transaction need begin. Raises StaleEpoch."""

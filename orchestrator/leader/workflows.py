@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from orchestrator.jobs import RetryPolicy
+from orchestrator.leader.apart import Apart, Write
 from orchestrator.leader.term import Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import flows, leadership, spawning, workflows
+from orchestrator.store.database import Database, RowsHeld
 from orchestrator.store.policies import Copy
 from orchestrator.store.sweeping import Walk
 from orchestrator.stream.hub import Hub
@@ -29,6 +31,7 @@ Walks = dict[str, Walk]
 
 def tend(
     term: Term,
+    apart: Apart,
     settings: Settings,
     policy: RetryPolicy,
     policies: Copy,
@@ -40,37 +43,45 @@ def tend(
     if not term.finds(_CONCERNED):
         return 0
     late = term.db.read(lambda conn: flows.overdue(conn, MOST))
-    walks = [term.write(partial(workflows.expire, workflow_id=one)) for one in late]
-    walks += [_sweep(term, one, unfinished) for one in term.db.read(lambda conn: flows.swept(conn, MOST))]
+    walks = apart.each(late, lambda one, write: write(partial(workflows.expire, workflow_id=one)))
+    swept = term.db.read(lambda conn: flows.swept(conn, MOST))
+    walks += apart.each(swept, lambda one, write: _sweep(write, one, unfinished))
     if any(walk.asked for walk in walks):
         hub.ring("look")  # workers hear which of their jobs must stop
     hub.unbury([entry for walk in walks for entry in walk.entry_ids])
     lanes = {lane for walk in walks for lane in walk.lanes}
-    made = _make(term, settings, policy, policies, lanes)
+    rules = spawning.Rules(policy, Limits.of(settings), policies.book)
+    marked = term.db.read(lambda conn: spawning.marked(conn, MOST))
+    made = sum(apart.each(marked, lambda one, write: _make(term.db, write, one, rules, lanes)))
     for lane in sorted(lanes):
         publisher.nudge(lane)
     forgotten = term.write(lambda conn: spawning.forget_lost(conn, FRAMES))
     return max(len(walks), made, forgotten)
 
 
-def _sweep(term: Term, workflow_id: str, unfinished: Walks) -> Walk:
-    walk = unfinished.pop(workflow_id, Walk())
-    for _ in range(BATCHES):
-        walk = term.write(partial(walk.go_on, workflow_id=workflow_id))
+def _sweep(write: Write, workflow_id: str, unfinished: Walks) -> Walk:
+    """What it did is told also if somebody holds a row of the next batch, and nothing of it is done again."""
+    walk: Walk = unfinished.pop(workflow_id, Walk())
+    for done in range(BATCHES):
+        try:
+            walk = write(partial(walk.go_on, workflow_id=workflow_id))
+        except RowsHeld:
+            if not done:
+                unfinished[workflow_id] = walk
+                raise
+            break
         if walk.after is None:
             return walk
     unfinished[workflow_id] = walk.place
     return walk
 
 
-def _make(term: Term, settings: Settings, policy: RetryPolicy, policies: Copy, lanes: set[str]) -> int:
-    rules = spawning.Rules(policy, Limits.of(settings), policies.book)
+def _make(db: Database, write: Write, one: spawning.Marked, rules: spawning.Rules, lanes: set[str]) -> int:
     total = 0
-    for one in term.db.read(lambda conn: spawning.marked(conn, MOST)):
-        for _ in range(MAKES):
-            made = spawning.make_some(term.db, one, rules, term.write)
-            total += made.count
-            lanes |= made.lanes
-            if not made.more:
-                break
+    for _ in range(MAKES):
+        made = spawning.make_some(db, one, rules, write)
+        total += made.count
+        lanes |= made.lanes
+        if not made.more:
+            break
     return total

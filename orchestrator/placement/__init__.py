@@ -7,7 +7,7 @@ ago. `room` says what to reserve or unload when nothing fits.
 A decision is a proposal; the guarded UPDATE in `store.gpus` is what grants.
 """
 
-from orchestrator.placement.cluster import Cluster, Evidence, Placed, Refused
+from orchestrator.placement.cluster import Cluster, Evidence, Placed, Refused, refused_mb
 from orchestrator.placement.look import LastLook, Look
 from orchestrator.placement.mix import Mix, RecentAsks, Shape
 from orchestrator.placement.policies import Policy
@@ -32,5 +32,6 @@ __all__ = [
     "Shape",
     "evictions",
     "refusal",
+    "refused_mb",
     "reservation",
 ]

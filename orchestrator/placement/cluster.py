@@ -7,6 +7,7 @@ since that shape was asked last.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ SHOWN = 4
 MOST_EVIDENCE = 16
 
 NO_MIX = Mix()
+
+#: How `_why_not` begins, for a job's lease.
+_REFUSED_MB = re.compile(r"needs (\d{1,10}) MB(?: on each of \d+ GPUs of one node)?; ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,12 @@ def _why_not(ask: Ask, evidence: Sequence[Evidence], gpu_count: int) -> str:
     shown = [f"{one.gpu.node_id}/{one.gpu.gpu_index}: {one.text}" for one in evidence[:SHOWN]]
     more = f" and {gpu_count - SHOWN} more" if gpu_count > SHOWN else ""
     return f"needs {_wanted(ask)}; {', '.join(shown) or 'no host has that'}{more}"
+
+
+def refused_mb(reason: str) -> int | None:
+    """The memory on each GPU that was refused with this reason; None: it says nothing of memory."""
+    found = _REFUSED_MB.match(reason)
+    return int(found[1]) if found else None
 
 
 def _wanted(ask: Ask) -> str:

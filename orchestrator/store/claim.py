@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, case, func, literal_column, or_, select
+from sqlalchemy import Connection
 
 from orchestrator import jobs as job_rules
 from orchestrator.batching import Batch, gather
-from orchestrator.jobs import DEFAULT_LANE, DUE, RetryPolicy, Status
-from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, ResidentSlot
-from orchestrator.placement import Reason
-from orchestrator.store import audit, caps, gpus, grants, outbox, ownership, patience, pools, residency, withdraw
+from orchestrator.jobs import DEFAULT_LANE, RetryPolicy, Status
+from orchestrator.leases import Denied, GpuShare, Granted, ResidentSlot
+from orchestrator.store import audit, caps, claim_leases, outbox, ownership, patience, pools, withdraw
 from orchestrator.store.caps import Seats
-from orchestrator.store.dialect import by_key, seconds_since, utc_now
-from orchestrator.store.hot import Hot
+from orchestrator.store.database import Database, RowsHeld, Waiting
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
+from orchestrator.store.offers import Offered, defer, offered
 from orchestrator.store.ownership import Ownership
-from orchestrator.store.schema import jobs
 from orchestrator.store.settle import never_started, record
 
 #: Why a job whose deadline passed is not claimed.
 EXPIRED = str(job_rules.ErrorKind.DEADLINE)
 #: Seconds until a job whose type this worker does not know is offered again.
 NO_HANDLER_S = 5.0
-#: Why a job is not claimed whose lease needs a process of its own, while all free ones keep a model warm.
-NO_BLANK_SLOT = "every free slot keeps another model warm"
+#: Why a job is not claimed, and seconds until it is offered again, when somebody holds a row that its claim needs: of
+#: a GPU, a cap, its pool.
+HELD = "somebody holds a row that its claim needs"
+HELD_S = 1.0
 #: Why a job is not claimed that was delivered together with others, of which some took the last slot.
 NO_SLOT = "no slot is free"
 
@@ -82,82 +81,6 @@ class NotClaimed:
     put_back: bool = False
 
 
-#: A job that was announced and then unpublished may be claimed all the same: it waits, and somebody has time.
-CLAIMABLE: list[ColumnElement[str]] = [literal_column(f"'{queued}'") for queued in DUE]
-
-_ALONE_AFTER: list[ColumnElement[str]] = [literal_column(f"'{kind}'") for kind in sorted(job_rules.ALONE_AFTER)]
-_ALONE = case(
-    (or_(jobs.c.crashes > literal_column("0"), jobs.c.error_kind.in_(_ALONE_AFTER)), literal_column("1")),
-    else_=literal_column("0"),
-)
-
-# What few jobs use travels as one column: the driver parses every column of every row in Python.
-_OFFERED = Hot(
-    lambda ids: by_key(
-        select(
-            jobs.c.job_id,
-            jobs.c.type,
-            jobs.c.payload,
-            jobs.c.attempt,
-            func.json_array(
-                jobs.c.agent,
-                jobs.c.model_id,
-                jobs.c.max_runtime_sec,
-                jobs.c.trace_context,
-                jobs.c.min_memory_mb,
-                jobs.c.gpu_count,
-                jobs.c.cpu_fallback,
-                seconds_since(jobs.c.created_at),
-                jobs.c.rank,
-                _ALONE,
-                jobs.c.concurrency_keys,
-                jobs.c.workflow_id,
-                seconds_since(jobs.c.updated_at),
-            ).label("options"),
-        )
-        .where(
-            jobs.c.job_id.in_(ids),
-            jobs.c.queued.in_(CLAIMABLE),
-            or_(jobs.c.expires_at.is_(None), jobs.c.expires_at > utc_now()),
-        )
-        .with_for_update(),
-        jobs,
-    )
-)
-
-
-class _Offered(NamedTuple):
-    """A job that may be claimed now."""
-
-    job_id: str
-    type: str
-    payload: str
-    attempt: int
-    agent: str
-    model_id: str | None
-    max_runtime_sec: float | None
-    trace_context: str | None
-    min_memory_mb: int | None
-    gpu_count: int
-    cpu_fallback: int
-    age_s: float
-    rank: int
-    #: It brought a process down, or was there when one died: it shares a call with nobody.
-    alone: int
-    concurrency_keys: str | None
-    workflow_id: str | None
-    #: Seconds since it was moved last; None: it never was.
-    moved_s: float | None
-
-
-def _offered(conn: Connection, job_ids: Sequence[str]) -> dict[str, _Offered]:
-    if not job_ids:
-        return {}
-    rows = _OFFERED.rows(conn, job_ids)
-    found = (_Offered(*columns, *json.loads(options)) for *columns, options in rows)
-    return {job.job_id: job for job in found}
-
-
 def claim_jobs(
     conn: Connection,
     by: Claimant,
@@ -183,16 +106,13 @@ def claim_jobs(
         outbox.unpublish(conn, job_ids)
         _why_not(conn, by, job_ids, held, seats)  # strays are handed back also now: nobody offers them again
         return dict.fromkeys(job_ids, NotClaimed(why))
-    offered = _offered(conn, job_ids)
+    waiting = offered(conn, job_ids)
     answers: dict[str, Claim | NotClaimed] = {}
-    if others := [job_id for job_id in job_ids if job_id not in offered]:
+    if others := [job_id for job_id in job_ids if job_id not in waiting]:
         answers |= _why_not(conn, by, others, held, seats)
-        offered |= _offered(conn, [job_id for job_id in others if job_id not in answers])
-    for job in offered.values():
-        if memory_for(job.type) is None:
-            _defer(conn, [job], f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
-            answers[job.job_id] = NotClaimed("no_handler")
-    free = [_for_pool(job, by) for job in offered.values() if job.job_id not in answers]
+        waiting |= offered(conn, [job_id for job_id in others if job_id not in answers])
+    answers |= _without_handler(conn, by, [job for job in waiting.values() if memory_for(job.type) is None])
+    free = [_for_pool(job, by) for job in waiting.values() if job.job_id not in answers]
     capped = {job.job_id: capped for job in free if (capped := seats.caps_of(by.pool_id, job))}
     refused = _refused(seats, free, capped) if capped else {}
     together = gather([job for job in free if job.job_id not in refused], size_of, memory_for)
@@ -207,6 +127,28 @@ def claim_jobs(
     return answers
 
 
+def leave_for_later(db: Database, by: Claimant, job_id: str, held: Collection[str]) -> NotClaimed:
+    """The answer to the offer of a job that somebody else's lock keeps from being claimed, and nobody waits for.
+
+    If that is the lock of the job itself, it stays announced, without an entry: the leader's `repair` sees to it when
+    it is free. But if this worker claimed it and does not know of it, the answer was lost, and nobody else would bring
+    it back: then RowsHeld is raised, and it is offered again.
+    """
+    with suppress(RowsHeld):
+        if db.write_batch(lambda conn: _deferred(conn, job_id), Waiting.NOT):
+            return NotClaimed(HELD)
+    if job_id not in held and db.read(lambda conn: ownership.is_claimed_by(conn, job_id, by.worker_id)):
+        raise RowsHeld(f"job {job_id}: the answer to its claim was lost, and {HELD}")
+    return NotClaimed(HELD)
+
+
+def _deferred(conn: Connection, job_id: str) -> bool:
+    """Whether it waited."""
+    waiting = list(offered(conn, [job_id]).values())
+    defer(conn, waiting, HELD, HELD_S)
+    return bool(waiting)
+
+
 def _closed(conn: Connection, by: Claimant, seats: Seats) -> str | None:
     """Why nothing of its lane is claimed."""
     if by.pool_id != DEFAULT_LANE and (closed := pools.closed_to_claims(conn, by.pool_id)):
@@ -214,7 +156,13 @@ def _closed(conn: Connection, by: Claimant, seats: Seats) -> str | None:
     return seats.book.closed(by.pool_id)
 
 
-def _refused(seats: Seats, free: Sequence[_Offered], capped: Mapping[str, Mapping[str, int]]) -> dict[str, _Offered]:
+def _without_handler(conn: Connection, by: Claimant, strange: Sequence[Offered]) -> dict[str, NotClaimed]:
+    for job in strange:
+        defer(conn, [job], f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
+    return {job.job_id: NotClaimed("no_handler") for job in strange}
+
+
+def _refused(seats: Seats, free: Sequence[Offered], capped: Mapping[str, Mapping[str, int]]) -> dict[str, Offered]:
     """Those that find no seat if all before them do. Whoever gets no lease after all takes none."""
     wishing = sorted((job for job in free if job.job_id in capped), key=lambda job: job.rank)
     chosen = seats.choose([capped[job.job_id] for job in wishing])
@@ -232,7 +180,7 @@ def _seat(
 
 
 def _park(
-    conn: Connection, seats: Seats, refused: Sequence[_Offered], capped: Mapping[str, Mapping[str, int]]
+    conn: Connection, seats: Seats, refused: Sequence[Offered], capped: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Claim | NotClaimed]:
     """Those that could sit down after all, because somebody else got no lease, are announced again."""
     reasons = seats.park({job.job_id: capped[job.job_id] for job in refused})
@@ -241,17 +189,16 @@ def _park(
 
 
 def _claim_all(
-    conn: Connection, by: Claimant, together: Sequence[Batch[_Offered]], warm: Sequence[ResidentSlot], blank: int | None
+    conn: Connection, by: Claimant, together: Sequence[Batch[Offered]], warm: Sequence[ResidentSlot], blank: int | None
 ) -> dict[str, Claim | NotClaimed]:
-    requests = {batch.bearer.job_id: request for batch in together if (request := _request(by, batch))}
-    granted: dict[str, Granted | Denied] = dict(_under_warm_models(conn, by, together, requests, warm))
-    granted |= _lease_all(conn, by, [request for key, request in requests.items() if key not in granted], blank)
+    requests = claim_leases.requests_of(by, together)
+    granted = claim_leases.grant(conn, by, together, requests, warm, blank)
     answers: dict[str, Claim | NotClaimed] = {}
     for batch in together:
         lease = granted.get(batch.bearer.job_id)
         if isinstance(lease, Denied):
             request = requests[batch.bearer.job_id]
-            _defer(conn, batch.largest, lease.reason, patience.pause(conn, by, batch.bearer.age_s, request, lease))
+            defer(conn, batch.largest, lease.reason, patience.pause(conn, by, batch.bearer.age_s, request, lease))
             answers |= {job.job_id: NotClaimed(lease.reason, evicting=lease.evicting) for job in batch.largest}
             # Smaller ones may find room by themselves.
             answers |= _put_back(conn, [job for job in batch.jobs if job.job_id not in answers])
@@ -259,13 +206,13 @@ def _claim_all(
     return answers
 
 
-def _put_back(conn: Connection, waiting: Sequence[_Offered]) -> dict[str, Claim | NotClaimed]:
+def _put_back(conn: Connection, waiting: Sequence[Offered]) -> dict[str, Claim | NotClaimed]:
     ids = [job.job_id for job in waiting]
     outbox.unpublish(conn, ids)
     return dict.fromkeys(ids, NotClaimed(NO_SLOT, put_back=True))
 
 
-def _for_pool(job: _Offered, by: Claimant) -> _Offered:
+def _for_pool(job: Offered, by: Claimant) -> Offered:
     return job if job.model_id or not by.model_id else job._replace(model_id=by.model_id)
 
 
@@ -301,78 +248,14 @@ def _hand_back_strays(conn: Connection, by: Claimant, strays: Sequence[Ownership
     record(conn, by, [], ends, RetryPolicy(0, 0, 0), seats=seats)
 
 
-def _request(by: Claimant, batch: Batch[_Offered]) -> LeaseRequest | None:
-    """The lease that a batch needs, in the name of one of its jobs; None for one that needs no GPU memory."""
-    job = batch.bearer
-    if not batch.memory_mb:
-        return None
-    return LeaseRequest(
-        agent=job.agent,
-        memory_mb=batch.memory_mb,
-        ttl_s=by.lease_ttl_s,
-        gpu_count=job.gpu_count,
-        cpu_fallback=bool(job.cpu_fallback),
-        node_id=by.node_id,
-        job_id=job.job_id,
-        attempt=job.attempt + 1,
-        worker_id=by.worker_id,
-        pid=by.pid,
-        model_id=job.model_id,
-    )
-
-
-def _under_warm_models(
-    conn: Connection,
-    by: Claimant,
-    together: Sequence[Batch[_Offered]],
-    requests: Mapping[str, LeaseRequest],
-    warm: Sequence[ResidentSlot],
-) -> dict[str, Granted]:
-    """Jobs whose model is in memory already run under its lease, one batch at a time."""
-    reserved = gpus.reservations(conn) if warm else {}
-    idle = list(warm)
-    taken: dict[str, Granted] = {}
-    for job in (batch.bearer for batch in together) if idle else ():
-        request = requests.get(job.job_id)
-        fitting = [slot for slot in idle if request and _serves(slot, job, request, reserved)]
-        slot = next((slot for slot in fitting if residency.occupy(conn, slot, job.job_id, by.worker_id)), None)
-        if request and slot:
-            idle.remove(slot)
-            expires = datetime.max  # noqa: DTZ901 - its worker renews it, whatever stands in the row now
-            taken[job.job_id] = Granted(request, "gpu", by.node_id, slot.gpus, expires, resident=slot.key)
-    return taken
-
-
-def _serves(slot: ResidentSlot, job: _Offered, request: LeaseRequest, reserved: Mapping[str, str]) -> bool:
-    """Not while its GPU is kept for another job: a stream of jobs for this model would never let it become idle."""
-    same_model = (slot.type, slot.model_id) == (job.type, job.model_id)
-    large_enough = slot.memory_mb >= request.memory_mb and len(slot.gpus) == request.gpu_count
-    return same_model and large_enough and all(reserved.get(gpu.gpu_uuid) in (None, job.job_id) for gpu in slot.gpus)
-
-
-def _lease_all(
-    conn: Connection, by: Claimant, requests: Sequence[LeaseRequest], blank: int | None
-) -> dict[str, Granted | Denied]:
-    """New leases, for as many jobs as there are slots without a model in memory. The others may do without a GPU."""
-    room = len(requests) if blank is None else min(blank, len(requests))
-    answers = grants.grant(conn, requests[:room], by.terms, by.node_id) if room else []
-    answers += grants.grant_cpu(conn, [one for one in requests[room:] if one.cpu_fallback], by.node_id)
-    granted: dict[str, Granted | Denied] = dict.fromkeys(
-        (str(request.job_id) for request in requests),
-        Denied(NO_BLANK_SLOT, Reason.NO_MEMORY, patience.ELSEWHERE_S, evicting=True),
-    )
-    asked = [*requests[:room], *[one for one in requests[room:] if one.cpu_fallback]]
-    return granted | {str(request.job_id): answer for request, answer in zip(asked, answers, strict=True)}
-
-
 def _take_ownership(
     conn: Connection,
     by: Claimant,
-    together: Sequence[Batch[_Offered]],
+    together: Sequence[Batch[Offered]],
     granted: Mapping[str, Granted | Denied],
     answers: dict[str, Claim | NotClaimed],
 ) -> None:
-    groups: dict[tuple[bool, str | None], list[_Offered]] = {}
+    groups: dict[tuple[bool, str | None], list[Offered]] = {}
     for batch in together:
         groups.setdefault(_lease_kind(batch, granted.get(batch.bearer.job_id)), []).extend(batch.jobs)
     for (leased, key), group in groups.items():
@@ -391,14 +274,14 @@ def _take_ownership(
     audit.record(conn, events)
 
 
-def _lease_kind(batch: Batch[_Offered], lease: Granted | Denied | None) -> tuple[bool, str | None]:
+def _lease_kind(batch: Batch[Offered], lease: Granted | Denied | None) -> tuple[bool, str | None]:
     """Whether its jobs have a lease, and its key where that is not the job's own."""
     if not isinstance(lease, Granted):
         return False, None
     return True, lease.key if lease.resident or len(batch.jobs) > 1 else None
 
 
-def _claim_of(row: _Offered, lease: Granted | None, batch: str) -> Claim:
+def _claim_of(row: Offered, lease: Granted | None, batch: str) -> Claim:
     return Claim(
         row.job_id,
         row.attempt + 1,
@@ -415,15 +298,9 @@ def _claim_of(row: _Offered, lease: Granted | None, batch: str) -> Claim:
     )
 
 
-def _details(batch: Batch[_Offered], lease: Granted | None) -> dict[str, Any] | None:
+def _details(batch: Batch[Offered], lease: Granted | None) -> dict[str, Any] | None:
     details: dict[str, Any] = {"batch": batch.name, "batch_size": len(batch.jobs)} if batch.name else {}
     if lease is not None:
         uuids = [gpu.gpu_uuid for gpu in lease.gpus]
         details |= {"mode": lease.mode, "memory_mb": lease.request.memory_mb, "gpus": uuids}
     return details or None
-
-
-def _defer(conn: Connection, rows: Sequence[_Offered], reason: str, delay_s: float) -> None:
-    """Pending → pending, later: nobody's fault, no attempt charged; the reason is shown as `wait_reason`."""
-    for attempt, ids in by_attempt(rows):
-        move(conn, job_rules.DEFER, attempt, ids, wait_reason=reason[:255], delay_s=delay_s)

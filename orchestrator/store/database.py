@@ -6,6 +6,8 @@ import math
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum, auto
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, text
@@ -29,6 +31,11 @@ T = TypeVar("T")
 MAX_RUNS = 8
 #: A broken connection is tried again at once, a few times: a restarted server leaves many dead ones in the pool.
 MAX_RECONNECTS = 3
+#: Seconds; less than sessions wait for a row (a second at least), so that the first wait that was in vain is the last.
+ONE_WAIT_S = 0.5
+#: Seconds for which a transaction that waits for no row is tried again: others hold theirs until they commit, and only
+#: who holds one for longer than that is in the way.
+MOMENT_S = 0.1
 
 
 #: Errors about what was to be written: the same write would fail again. All others are about the server, or now.
@@ -37,6 +44,22 @@ CONTENT_ERRORS = (DataError, IntegrityError, ProgrammingError, InterfaceError, U
 
 class RowsHeld(DatabaseUnavailable):
     """Others hold some of the rows and did not let go in time; what they do not hold can be written without those."""
+
+
+class TookTooLong(DatabaseUnavailable):
+    """The server was there and did not answer within `db_timeout_s`; nor would it the next time."""
+
+
+class Waiting(Enum):
+    """How long a transaction waits for a row that others hold."""
+
+    #: As long as sessions do, once.
+    ONCE = auto()
+    #: For a second, in the row's queue: whoever only tries does not get a row for which others queue all the time.
+    BRIEFLY = auto()
+    #: It tries for a moment, as long as others take to commit.
+    MOMENT = auto()
+    NOT = auto()
 
 
 class Database:
@@ -59,30 +82,70 @@ class Database:
         """
         return self._run(self.engine, work, transaction=True, patience_s=patience_s)
 
-    def write_at_once(self, work: Callable[[Connection], T]) -> T:
-        """The same, but wait for no row. Raises RowsHeld when others hold one, where `write` would after a while."""
+    def write_waiting_once(self, work: Callable[[Connection], T]) -> T:
+        """Like `write`, but a row that somebody does not let go is waited for once (RowsHeld); deadlocks run again."""
+        return self._run(self.engine, work, transaction=True, wait_s=ONE_WAIT_S)
+
+    def write_at_once(self, work: Callable[[Connection], T], patience_s: float = 0.0, wait_s: int = 0) -> T:
+        """Like `write`, but wait for no row (RowsHeld when others hold one), or for `wait_s` seconds in its queue.
+
+        For `patience_s` seconds it is tried again.
+        """
 
         def unwilling(conn: Connection) -> T:
-            with self._dialect.without_waiting(conn):
+            with self._dialect.waiting(conn, wait_s):
                 return work(conn)
 
-        return self.write(unwilling, patience_s=0.0)
+        return self.write(unwilling, patience_s)
+
+    def write_batch(self, work: Callable[[Connection], T], waiting: Waiting = Waiting.ONCE) -> T:
+        """Like `write`, for work that others wait for meanwhile: it waits for held rows as told. Raises RowsHeld."""
+        match waiting:
+            case Waiting.ONCE:
+                return self.write_waiting_once(work)
+            case Waiting.BRIEFLY:
+                return self.write_at_once(work, wait_s=1)
+            case Waiting.MOMENT:
+                return self.write_at_once(work, MOMENT_S)
+            case Waiting.NOT:
+                return self.write_at_once(work)
 
     def write_apart(self, conn: Connection, work: Callable[[Connection], T]) -> T:
         """Run one statement that is committed at once, whatever becomes of the transaction around it on `conn`.
 
         Its connection is one of those for reads, or transactions could wait in a circle for connections. Where one
-        transaction writes at a time it is a part of that.
+        transaction writes at a time it is a part of that. It waits for a row once.
         """
-        return self.read(work) if self._dialect.locks_rows else work(conn)
+        if not self._dialect.locks_rows:
+            return work(conn)
+        try:
+            return self._run(self._reader, work, transaction=False, wait_s=ONE_WAIT_S)
+        except RowsHeld:
+            conn.invalidate()  # it idled for as long as we waited, and the server has ended it, or is about to
+            raise
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` on a connection where every statement stands alone."""
-        return self._run(self._reader, work, transaction=False, patience_s=math.inf)
+        """Run `work` on a connection where every statement stands alone; again when the connection broke.
+
+        But not when an answer took longer than `db_timeout_s`: whoever asks has waited long enough, and all the others
+        wait for this thread and this connection.
+        """
+        return self._run(self._reader, work, transaction=False, again_when_late=False)
 
     def ping(self) -> None:
         """Raises DatabaseUnavailable when the database does not answer."""
         self.read(lambda conn: conn.execute(text("SELECT 1")).scalar())
+
+    def version(self) -> tuple[str, tuple[int, ...]]:
+        """The kind of server and its version. Raises DatabaseUnavailable.
+
+        The library asks for it first thing. A server may be too old for what we say to each session then: that error is
+        left to whoever asks next, for here the version is the answer. Empty where even that is not known.
+        """
+        with suppress(DBAPIError):
+            self.ping()
+        dialect = self._reader.dialect
+        return dialect.name, tuple(getattr(dialect, "server_version_info", None) or ())
 
     def leader_lock(self) -> LeaderLock | None:
         return self._guard(lambda: self._dialect.leader_lock(self._reader, self.settings))
@@ -91,17 +154,28 @@ class Database:
         self.engine.dispose()
         self._reader.dispose()
 
-    def _run(self, engine: Engine, work: Callable[[Connection], T], *, transaction: bool, patience_s: float) -> T:
-        reconnects = 0
-        give_up_at = time.monotonic() + patience_s
+    def _run(
+        self,
+        engine: Engine,
+        work: Callable[[Connection], T],
+        *,
+        transaction: bool,
+        patience_s: float = math.inf,
+        wait_s: float = math.inf,
+        again_when_late: bool = True,
+    ) -> T:
+        reconnects, began = 0, time.monotonic()
         for run in range(1, MAX_RUNS + 1):
             try:
                 with engine.begin() if transaction else engine.connect() as connection:
                     return work(connection)
             except DBAPIError as error:
-                if run < MAX_RUNS and error.connection_invalidated and reconnects < MAX_RECONNECTS:
+                late = self._dialect.is_late(error)
+                broken = (error.connection_invalidated or late) and (again_when_late or not late)
+                patient_s = min(patience_s, wait_s) if self._dialect.is_held(error) else patience_s
+                if run < MAX_RUNS and broken and reconnects < MAX_RECONNECTS:
                     reconnects += 1
-                elif run < MAX_RUNS and self._dialect.is_contention(error) and time.monotonic() < give_up_at:
+                elif run < MAX_RUNS and self._dialect.is_contention(error) and time.monotonic() - began < patient_s:
                     time.sleep(random.uniform(0, 0.005 * 2**run))
                 elif self._dialect.is_away(error):
                     raise self._unavailable(error) from error
@@ -121,5 +195,10 @@ class Database:
 
     def _unavailable(self, error: SQLAlchemyError) -> DatabaseUnavailable:
         cause = error.orig if isinstance(error, DBAPIError) else error
-        held = isinstance(error, DBAPIError) and self._dialect.locks_rows and self._dialect.is_contention(error)
-        return (RowsHeld if held else DatabaseUnavailable)(f"{safe_url(self.settings.database_url)}: {cause}")
+        kind = self._kind(error) if isinstance(error, DBAPIError) else DatabaseUnavailable
+        return kind(f"{safe_url(self.settings.database_url)}: {cause}")
+
+    def _kind(self, error: DBAPIError) -> type[DatabaseUnavailable]:
+        if self._dialect.locks_rows and self._dialect.is_contention(error):
+            return RowsHeld
+        return TookTooLong if self._dialect.is_late(error) else DatabaseUnavailable

@@ -19,7 +19,7 @@ from orchestrator.errors import JobNotFound, NotRedrivable, RedriveLimit, TaskOf
 from orchestrator.jobs import TERMINAL, Arrow, Status
 from orchestrator.store import audit, leases, ownership, paging
 from orchestrator.store.blocked import GATED, SOON_S
-from orchestrator.store.dialect import by_key, in_order, walking
+from orchestrator.store.dialect import by_key, in_order, unled, walking
 from orchestrator.store.moves import by_attempt, move
 from orchestrator.store.schema import dead_letters, jobs
 
@@ -34,18 +34,34 @@ class Filter:
     pool_id: str | None = None
     reason: str | None = None
 
-    def conditions(self) -> list[ColumnElement[bool]]:
+    @property
+    def leading(self) -> list[ColumnElement[bool]]:
+        """What leads to the letters: their ids. With those, nobody looks at any other letter."""
+        return [dead_letters.c.job_id.in_(self.job_ids), *self._named()] if self.job_ids else []
+
+    @property
+    def others(self) -> list[ColumnElement[bool]]:
+        return [] if self.job_ids else self._named()
+
+    def _named(self) -> list[ColumnElement[bool]]:
         named = (
-            (jobs.c.type, self.type),
-            (jobs.c.agent, self.agent),
-            (jobs.c.lane, self.pool_id),
+            (unled(jobs.c.type), self.type),
+            (unled(jobs.c.agent), self.agent),
+            (unled(jobs.c.lane), self.pool_id),
             (dead_letters.c.reason, self.reason),
         )
-        listed = [dead_letters.c.job_id.in_(self.job_ids)] if self.job_ids else []
-        return [*listed, *(column == value for column, value in named if value is not None)]
+        return [column == value for column, value in named if value is not None]
+
+    def way(self, *, oldest_first: bool = False) -> paging.Way:
+        index = "PRIMARY" if self.job_ids else "ix_dead_letters_time"
+        return paging.Way(dead_letters, index, dead_letters.c.buried_at, dead_letters.c.job_id, oldest_first)
 
 
+ALL = Filter()
 _BESIDE_ITS_JOB = dead_letters.join(jobs, jobs.c.job_id == dead_letters.c.job_id)
+#: Letters that are looked at for a count: beyond that there are at least so many. A metric tells how they grow, so it
+#: goes further.
+MOST_COUNTED, MOST_MEASURED = 10_000, 100_000
 
 
 def add(conn: Connection, job_id: str, reason: str, attempts: int, origin_id: str) -> None:
@@ -101,18 +117,33 @@ def told(conn: Connection, entry_ids: dict[Untold, str]) -> list[str]:
 # ── operators look, redrive and purge ───────────────────────────────────────────────────────────────────────────
 
 
-def count(conn: Connection, wanted: Filter | None = None) -> int:
-    conditions = wanted.conditions() if wanted else []
-    if not conditions:
-        return int(conn.execute(select(func.count()).select_from(dead_letters)).scalar_one())
-    query = in_order(select(func.count())).select_from(_BESIDE_ITS_JOB)
-    return int(conn.execute(query.where(*conditions)).scalar_one())
+class Total(NamedTuple):
+    """How many letters there are; `at_least` so many, where there are others at which nobody looked."""
+
+    letters: int
+    at_least: bool
+
+
+def count(conn: Connection, wanted: Filter = ALL, most: int = MOST_COUNTED) -> Total:
+    """How many of the latest `most` letters are meant."""
+    way, leading, others = wanted.way(), wanted.leading, wanted.others
+    edge = None if leading else way.edge(conn, [], most)
+    if edge is not None and not others:
+        return Total(most, at_least=True)
+    seen = [] if edge is None else [way.until(edge)]
+    query = walking(select(func.count()), dead_letters, way.index)
+    query = _beside_its_job(query) if leading or others else query.select_from(dead_letters)
+    return Total(int(conn.execute(query.where(*leading, *seen, *others)).scalar_one()), edge is not None)
+
+
+def depth(conn: Connection) -> int:
+    """How many letters there are, counted up to `MOST_MEASURED`."""
+    return count(conn, most=MOST_MEASURED).letters
 
 
 def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    """Latest first; the cursor of the next page, or None at the end."""
-    conditions = wanted.conditions() + paging.after(cursor, dead_letters.c.buried_at, dead_letters.c.job_id)
-    query = in_order(
+    """Latest first; the cursor of the next page, or None at the end. A page may be short, or empty, before that."""
+    query = _beside_its_job(
         select(
             dead_letters.c.job_id,
             dead_letters.c.reason,
@@ -126,20 +157,13 @@ def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tu
             jobs.c.last_error,
         )
     )
-    rows = conn.execute(
-        _by_time(query, wanted)
-        .where(*conditions)
-        .order_by(dead_letters.c.buried_at.desc(), dead_letters.c.job_id.desc())
-        .limit(limit + 1)
-    ).all()
-    shown, following = paging.split(rows, limit, "buried_at")
+    shown, following = wanted.way().page(conn, query, wanted.leading, wanted.others, limit, cursor)
     return [row._asdict() for row in shown], following
 
 
-def _by_time(query: Select[Any], wanted: Filter) -> Select[Any]:
-    """Along the index by time, unless ids are named, which lead to their rows directly."""
-    beside = query.select_from(_BESIDE_ITS_JOB)
-    return beside if wanted.job_ids else walking(beside, dead_letters, "ix_dead_letters_time")
+def _beside_its_job(query: Select[Any]) -> Select[Any]:
+    """The letter leads, and its job is found by its key: an agent may have a million others."""
+    return by_key(in_order(query).select_from(_BESIDE_ITS_JOB), jobs)
 
 
 _GATED = GATED.label("gated")
@@ -174,27 +198,26 @@ class Removed:
     entry_ids: list[str]
 
 
-def matching(conn: Connection, wanted: Filter, limit: int, redrive_max: int | None = None) -> list[str]:
-    """The oldest letters that are meant, without tasks; with `redrive_max`, only those that may start over.
+class Meant(NamedTuple):
+    """A job that ended badly, and that somebody means: since when it is what it is, and whether it may change."""
+
+    since: datetime
+    job_id: str
+    redrives: int
+    is_task: bool
+
+
+def look(conn: Connection, wanted: Filter, cursor: str | None) -> tuple[list[Meant], str | None]:
+    """Letters that are meant, oldest first, and where the next look begins; None at the end.
 
     Whoever changes them names them: a transaction that runs again after a lost answer then meets its own work,
     not the next letters.
     """
-    again = [] if redrive_max is None else [jobs.c.redrives < redrive_max]
-    return list(
-        conn.execute(
-            _by_time(in_order(select(dead_letters.c.job_id)), wanted)
-            .where(*wanted.conditions(), _NO_TASK, *again)
-            .order_by(dead_letters.c.buried_at, dead_letters.c.job_id)
-            .limit(limit)
-        ).scalars()
-    )
-
-
-def exhausted(conn: Connection, wanted: Filter, redrive_max: int) -> int:
-    """How many of those that are meant were started over as often as allowed."""
-    query = in_order(select(func.count())).select_from(_BESIDE_ITS_JOB)
-    return int(conn.execute(query.where(*wanted.conditions(), jobs.c.redrives >= redrive_max)).scalar_one())
+    columns = dead_letters.c.buried_at, dead_letters.c.job_id, jobs.c.redrives, jobs.c.workflow_id.is_not(None)
+    way = wanted.way(oldest_first=True)
+    query = _beside_its_job(select(*columns))
+    found, following = way.page(conn, query, wanted.leading, wanted.others, paging.WINDOW, cursor)
+    return [Meant._make(row) for row in found], following
 
 
 def redrive(conn: Connection, job_ids: Sequence[str], redrive_max: int, delay: Callable[[int], float]) -> Removed:

@@ -21,10 +21,11 @@ from orchestrator.jobs import Queued
 from orchestrator.policies import Book
 from orchestrator.store import audit, followers, outbox, registry
 from orchestrator.store.caps import NO_BOOK, Seats
-from orchestrator.store.claim import CLAIMABLE, Claim, claim_jobs
+from orchestrator.store.claim import Claim, claim_jobs
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant
+from orchestrator.store.offers import CLAIMABLE
 from orchestrator.store.registry import Fetcher
 from orchestrator.store.schema import jobs
 
@@ -167,17 +168,18 @@ class Claiming:
         seats = Seats(conn, self._book(conn))
         chosen = self._offers if self._offers is not None else self._chosen(conn, found, seats.book)
         seats.expect([job_id for offer in chosen for job_id in offer])
-        if self._offers is None:
-            self._offers = _locked(conn, chosen)
+        offers = chosen if self._offers is not None else _locked(conn, chosen)
         with audit.together(conn), followers.together(conn) as following:
-            offers = zip(self._fetches, self._offers, strict=True)
-            answers = [self._claim(conn, fetch, offer, found, seats) for fetch, offer in offers]
+            offered = zip(self._fetches, offers, strict=True)
+            answers = [self._claim(conn, fetch, offer, found, seats) for fetch, offer in offered]
         claimed = {claim.job_id for answer in answers if isinstance(answer, list) for claim in answer}
         for lane, ahead in self._ahead.items():
             # What the publisher does for those it announces: where nobody reads the stream, service goes on here.
             outbox.advance(conn, lane, [ranked for job_id, ranked in ahead.items() if job_id in claimed])
         seats.close()
         self.freed = seats.freed | following.freed
+        # What failed before here was rolled back for certain: what its worker has by then, it got elsewhere, and keeps.
+        self._offers = offers
         return answers
 
     def _chosen(self, conn: Connection, found: Mapping[str, Fetcher], book: Book) -> list[list[str]]:

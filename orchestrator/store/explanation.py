@@ -17,7 +17,7 @@ from orchestrator.explanation import Cap, Facts, Team
 from orchestrator.jobs import DEFAULT_LANE, Queued, Status
 from orchestrator.jsontext import listed
 from orchestrator.leases import LeaseRequest, Terms
-from orchestrator.placement import Cluster
+from orchestrator.placement import Cluster, refused_mb
 from orchestrator.policies import Book, keys_of
 from orchestrator.pools import OPEN
 from orchestrator.store import gpus, workflows
@@ -29,6 +29,7 @@ from orchestrator.store.schema import (
     gate_states,
     jobs,
     leases,
+    nodes,
     results,
     worker_pools,
     workers,
@@ -37,6 +38,8 @@ from orchestrator.store.schema import gpus as gpu_rows
 
 #: Jobs before it that are counted; beyond, it is "at least".
 MOST_AHEAD = 10_000
+#: Drained nodes that are named.
+MOST_DRAINED = 3
 #: Jobs that ended last, among which those of its lane tell how long one takes.
 RECENT = 200
 
@@ -56,29 +59,44 @@ def look(conn: Connection, job_id: str, book: Book, terms: Terms) -> tuple[Facts
     keys = keys_of(row.lane, row.agent, row.type, row.model_id, listed(row.concurrency_keys))
     crew = _crew(conn, row.lane)
     ahead = _ahead(conn, row)
+    pool = _pool(conn, row.lane)
     facts = Facts(
         job,
         due_in_s=max(0.0, -float(row.due_s)) if row.due_s is not None else 0.0,
-        pool_state=_closed_as(conn, row.lane),
+        **_openness(pool),
+        drained=() if crew else _drained(conn),
         pauses={key: book.pauses[key].reason for key in keys if key in book.pauses},
         caps=_caps(conn, book, keys),
         gate=_gate(conn, row.blocked_on) if row.blocked_on else None,
-        tasks=workflows.open_needs(conn, job_id) if row.blocked_on == TASKS else (),
+        tasks=workflows.open_needs(conn, job_id) if row.blocked_on == TASKS else None,
         teams=_teams(crew),
         ahead=min(ahead, MOST_AHEAD),
         ahead_at_least=ahead > MOST_AHEAD,
         run_s=_mean_run(conn, row.lane),
         warm_slots=_warm_slots(conn, row, crew),
-        **_placement(conn, row, crew, terms),
+        **_placement(conn, row, pool, crew, terms),
     )
     return facts, row.now
 
 
-def _closed_as(conn: Connection, lane: str) -> str | None:
+def _pool(conn: Connection, lane: str) -> Row[Any] | None:
     if lane == DEFAULT_LANE:
         return None
-    state = conn.execute(select(worker_pools.c.status).where(worker_pools.c.pool_id == lane)).scalar()
-    return None if state is None or state in OPEN else str(state)
+    wanted = [worker_pools.c[name] for name in ("status", "status_reason", "type", "min_memory_mb")]
+    return conn.execute(select(*wanted).where(worker_pools.c.pool_id == lane)).one_or_none()
+
+
+def _openness(pool: Row[Any] | None) -> dict[str, Any]:
+    """How its pool is closed, or why an open one is not as it should be."""
+    if pool is None:
+        return {}
+    return {"pool_reason": pool.status_reason} if pool.status in OPEN else {"pool_state": str(pool.status)}
+
+
+def _drained(conn: Connection) -> Sequence[str]:
+    """Some of the nodes that take no jobs, since somebody drains them."""
+    found = select(nodes.c.node_id).where(nodes.c.drain_until.is_not(None)).order_by(nodes.c.node_id)
+    return conn.execute(found.limit(MOST_DRAINED)).scalars().all()
 
 
 def _caps(conn: Connection, book: Book, keys: Sequence[str]) -> list[Cap]:
@@ -113,19 +131,30 @@ def _teams(crew: Sequence[Row[Any]]) -> list[Team]:
     return [Team(types, has_gpus, slots, busy) for (types, has_gpus), (slots, busy) in sums.items()]
 
 
-def _placement(conn: Connection, job: Row[Any], crew: Sequence[Row[Any]], terms: Terms) -> dict[str, Any]:
-    """What a claim would be told, on the nodes whose workers could make one."""
-    if not job.min_memory_mb:
+def _placement(
+    conn: Connection, job: Row[Any], pool: Row[Any] | None, crew: Sequence[Row[Any]], terms: Terms
+) -> dict[str, Any]:
+    """What it asks for, and what a claim would be told on the nodes whose workers could make one."""
+    needed_mb = _needed_mb(job, pool)
+    if not needed_mb:
         return {}
     able = {worker.node_id for worker in crew if job.type in json.loads(worker.types)}
-    views = [view for view in gpus.views(conn, terms.stale_s) if view.node_id in able]
-    wanted = LeaseRequest(job.agent, job.min_memory_mb, 0.0, job.gpu_count, job_id=job.job_id)
-    ask = wanted.ask()
-    return {
-        "ask": ask,
-        "gpus": views,
-        "placement": Cluster(views).place(ask, terms.policy, terms.recent.mix()),
-    }
+    known = gpus.views(conn, terms.stale_s)
+    views = [view for view in known if view.node_id in able]
+    ask = LeaseRequest(job.agent, needed_mb, 0.0, job.gpu_count, job_id=job.job_id).ask()
+    found: dict[str, Any] = {"ask": ask, "gpus": views, "known": known}
+    if job.min_memory_mb:
+        found["placement"] = Cluster(views).place(ask, terms.policy, terms.recent.mix())
+    return found
+
+
+def _needed_mb(job: Row[Any], pool: Row[Any] | None) -> int | None:
+    """Its own need, else its pool's. A handler's is known to its workers alone, and from what they were refused."""
+    if job.min_memory_mb is not None:
+        return int(job.min_memory_mb)
+    if pool is not None and pool.type == job.type and pool.min_memory_mb is not None:
+        return int(pool.min_memory_mb)
+    return refused_mb(job.wait_reason or "")
 
 
 def _warm_slots(conn: Connection, job: Row[Any], crew: Sequence[Row[Any]]) -> int:

@@ -85,8 +85,10 @@ def tend(conn: Connection, book: Book, seen: Measured, walk: Walk | None = None)
         there = book.admission.capacity.now(quiet=standing.quiet.so)
         told = f"{standing.used_units:g} of {there:g} units are in use; {standing.quiet.reason}"
         states[CAPACITY] = GateState(closed=standing.spoken_for or standing.used_units >= there, reason=told)
-    gates.write_states(conn, states)
-    gates.forget_states(conn, {name for name in before if not name.startswith(AGENT)} - states.keys() | opened)
+    gone = {name for name in before if not name.startswith(AGENT)} - states.keys() | opened
+    free = gates.unheld_states(conn, states.keys() | gone)  # the others at the next look
+    gates.write_states(conn, {name: state for name, state in states.items() if name in free})
+    gates.forget_states(conn, gone & free)
     return freed
 
 
@@ -128,10 +130,11 @@ def _call_back(conn: Connection, quiet: Collection[str], standing: Standing) -> 
 
 
 def _unstarted(conn: Connection, job_ids: Collection[str]) -> list[str]:
-    """Those that wait for a worker; locked."""
+    """Those that wait for a worker, without those of which somebody holds a row; locked, and so are their holds."""
     waiting = jobs.c.queued.in_(DUE)
     found = by_key(select(jobs.c.job_id), jobs).where(jobs.c.job_id.in_(sorted(job_ids)), waiting)
-    return list(conn.execute(found.with_for_update(skip_locked=True)).scalars())
+    free = list(conn.execute(found.with_for_update(skip_locked=True)).scalars())
+    return sorted(gates.unheld(conn, (QUIET, CAPACITY), free))
 
 
 def _take_back(conn: Connection, prospects: _Prospects, holders: Collection[str]) -> set[str]:
@@ -150,6 +153,7 @@ def _take_back(conn: Connection, prospects: _Prospects, holders: Collection[str]
         ids = _unstarted(conn, job_ids)
         blocked.park(conn, ids, f"{LANE}{lane}", prospects.shut(lane) or "")
         idle |= {*ids}
+    idle = gates.unheld(conn, (QUIET, CAPACITY), idle)
     for gate in (QUIET, CAPACITY):
         gates.let_go(conn, gate, idle)
     return idle
@@ -236,6 +240,9 @@ class _Leaving:
         freed: list[Row[Any]] = []
         moved: dict[tuple[str, str], list[Any]] = defaultdict(list)
         waiting = blocked.first_rows(self._conn, key, BATCH, *_COLUMNS)
+        # What they hold since an earlier attempt is written again.
+        free = gates.unheld(self._conn, (QUIET, CAPACITY, key), {row.job_id for row in waiting})
+        waiting = [row for row in waiting if row.job_id in free]
         self._prospects.see(waiting)
         for row in waiting:
             asked = self._asked(row)

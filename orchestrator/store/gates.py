@@ -20,7 +20,8 @@ from sqlalchemy import Connection, delete, func, select
 from orchestrator.gates import AGENT, GateState
 from orchestrator.gpu import Health
 from orchestrator.jobs import DUE, OWNED, TERMINAL
-from orchestrator.store.dialect import clock, in_order, seconds_since, upsert, utc_now, utc_shift, walking
+from orchestrator.store.dialect import by_key, clock, in_order, seconds_since, upsert, utc_now, utc_shift, walking
+from orchestrator.store.held import held
 from orchestrator.store.job_reads import statuses
 from orchestrator.store.schema import gate_holds, gate_states, gpus, jobs, lease_gpus, leases
 
@@ -58,6 +59,12 @@ def states(conn: Connection) -> dict[str, Seen]:
         )
     )
     return {row.name: Seen(GateState(bool(row.closed), row.since, row.reason), float(row.age_s)) for row in rows}
+
+
+def unheld_states(conn: Connection, names: Collection[str]) -> set[str]:
+    """Those of these whose rows nobody else holds."""
+    some = by_key(select(gate_states.c.name), gate_states).where(gate_states.c.name.in_(sorted(names)))
+    return {*names} - {name for (name,) in held(conn, some)} if names else set()
 
 
 def write_states(conn: Connection, found: Mapping[str, GateState]) -> None:
@@ -159,6 +166,13 @@ def hold(conn: Connection, holds: Sequence[Hold]) -> None:
         upsert(conn, gate_holds, rows, lambda _new: {})
 
 
+def unheld(conn: Connection, gates: Collection[str], job_ids: Collection[str]) -> set[str]:
+    """Those of these jobs of whose holds at these gates nobody else holds a row; the holds are locked."""
+    some = by_key(select(gate_holds.c.gate, gate_holds.c.job_id), gate_holds)
+    some = some.where(gate_holds.c.gate.in_(sorted(gates)), gate_holds.c.job_id.in_(sorted(job_ids)))
+    return {*job_ids} - {job_id for _, job_id in held(conn, some)} if job_ids else set()
+
+
 def _page(conn: Connection, gate: str, after: str, most: int) -> dict[str, float]:
     mine = select(gate_holds.c.job_id, gate_holds.c.amount).where(
         gate_holds.c.gate == gate, gate_holds.c.job_id > after
@@ -180,7 +194,7 @@ def sweep(conn: Connection, gate: str, most: int = MOST_SWEPT) -> dict[str, floa
         found = _page(conn, gate, after, size)
         known = statuses(conn, list(found)) if found else {}
         over = {job_id for job_id in found if job_id not in known or known[job_id] in TERMINAL}
-        let_go(conn, gate, over)
+        let_go(conn, gate, unheld(conn, [gate], over))
         kept |= {job_id: amount for job_id, amount in found.items() if job_id not in over}
         if len(found) < size:
             break

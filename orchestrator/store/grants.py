@@ -24,7 +24,7 @@ from orchestrator.leases import (
 )
 from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refused
 from orchestrator.store import audit, gpus, leases, residency
-from orchestrator.store.database import Database
+from orchestrator.store.database import Database, Waiting
 from orchestrator.store.dialect import utc_now
 from orchestrator.store.hot import Hot
 
@@ -65,8 +65,13 @@ def grant_cpu(conn: Connection, requests: Sequence[LeaseRequest], node_id: str) 
     return granted
 
 
-def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], terms: Terms) -> list[Granted | Denied]:
-    """Answer requests from outside in one transaction of their own, with their audit rows."""
+def grant_to_clients(
+    db: Database, requests: Sequence[LeaseRequest], terms: Terms, waiting: Waiting = Waiting.ONCE
+) -> list[Granted | Denied]:
+    """Answer requests from outside in one transaction of their own, with their audit rows.
+
+    Raises RowsHeld.
+    """
     tried: list[str] = []
 
     def work(conn: Connection) -> list[Granted | Denied]:
@@ -77,7 +82,7 @@ def grant_to_clients(db: Database, requests: Sequence[LeaseRequest], terms: Term
         tried.extend(request.key for request in wanted)
         return _grant_and_tell(conn, wanted, terms)
 
-    return db.write(work)
+    return db.write_batch(work, waiting)
 
 
 def grant_model(db: Database, request: LeaseRequest, terms: Terms) -> Granted | Denied:

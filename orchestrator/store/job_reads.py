@@ -1,4 +1,8 @@
-"""Questions about jobs. None of these take a lock, and each follows an index."""
+"""Questions about jobs. None of these take a lock, and each follows an index.
+
+There is none of types, of tags, of the lanes of jobs that are over: each would cost every submit. Whoever looks for
+those walks along the index that there is (`paging.Way`).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from orchestrator.errors import JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Status
 from orchestrator.jsontext import listed
 from orchestrator.store import paging
-from orchestrator.store.dialect import seconds_since, walking
+from orchestrator.store.dialect import json_has, seconds_since, unled, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import LIVE_WORKERS, jobs, leases, results, workers
 
@@ -24,6 +28,10 @@ _SHOWN = [column for column in jobs.c if column.name not in _HIDDEN]
 #: A page of jobs leaves out what may be a megabyte each.
 _LISTED = [column for column in _SHOWN if column.name != "payload"]
 
+#: The filters that have an index, the narrow ones first, and the index of those without any.
+_INDEXES = {"workflow_id": "ix_jobs_workflow", "agent": "ix_jobs_agent", "status": "ix_jobs_status"}
+_OF_ALL = "ix_jobs_created"
+
 
 @dataclass(frozen=True)
 class Filter:
@@ -32,6 +40,23 @@ class Filter:
     pool_id: str | None = None
     type: str | None = None
     workflow_id: str | None = None
+    tag: str | None = None
+
+    @property
+    def leading(self) -> str | None:
+        """The one whose index is followed. What is owned is never much, whoever's it is."""
+        if self.status in OWNED:
+            return "status"
+        return next((name for name in _INDEXES if getattr(self, name) is not None), None)
+
+    def conditions(self) -> dict[str, ColumnElement[bool]]:
+        return {name: self._is(name, value) for name, value in vars(self).items() if value is not None}
+
+    def _is(self, name: str, value: str) -> ColumnElement[bool]:
+        if name == "tag":
+            return json_has(jobs.c.tags, value)
+        column = jobs.c.lane if name == "pool_id" else jobs.c[name]
+        return (column if name == self.leading else unled(column)) == value
 
 
 def get(conn: Connection, job_id: str) -> dict[str, Any]:
@@ -117,21 +142,12 @@ def terminal_among(conn: Connection, job_ids: list[str]) -> set[str]:
 
 
 def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    """Newest first; the cursor of the next page, or None at the end."""
-    conditions = [
-        column == value
-        for column, value in (
-            (jobs.c.status, wanted.status),
-            (jobs.c.agent, wanted.agent),
-            (jobs.c.lane, wanted.pool_id),
-            (jobs.c.type, wanted.type),
-            (jobs.c.workflow_id, wanted.workflow_id),
-        )
-        if value is not None
-    ]
-    conditions += paging.after(cursor, jobs.c.created_at, jobs.c.job_id)
-    query = select(*_LISTED).where(*conditions).order_by(jobs.c.created_at.desc(), jobs.c.job_id.desc())
-    shown, following = paging.split(conn.execute(query.limit(limit + 1)).all(), limit, "created_at")
+    """Newest first; the cursor of the next page, or None at the end. A page may be short, or empty, before that."""
+    others = wanted.conditions()
+    leading = [others.pop(wanted.leading)] if wanted.leading else []
+    index = _INDEXES[wanted.leading] if wanted.leading else _OF_ALL
+    way = paging.Way(jobs, index, jobs.c.created_at, jobs.c.job_id)
+    shown, following = way.page(conn, select(*_LISTED), leading, [*others.values()], limit, cursor)
     return [_readable(row._asdict()) for row in shown], following
 
 
@@ -159,9 +175,7 @@ def stats(conn: Connection, most: int = MOST_COUNTED) -> dict[str, Any]:
         for lane, agent, count, age_s in _unfinished(conn, status, most):
             for groups, name in ((pools, lane), (agents, agent)):
                 group = groups.setdefault(name, dict.fromkeys(UNFINISHED, 0) | {"oldest_pending_seconds": None})
-                group[status] += count
-                if status is Status.PENDING:
-                    group["oldest_pending_seconds"] = max(group["oldest_pending_seconds"] or 0.0, float(age_s))
+                _add(group, status, count, age_s)
     return {
         "status": statuses,
         "pools": dict(sorted(pools.items())),
@@ -169,6 +183,12 @@ def stats(conn: Connection, most: int = MOST_COUNTED) -> dict[str, Any]:
         "oldest_pending_seconds": _oldest_pending_s(conn),
         "at_least": [status for status, count in statuses.items() if count >= most],
     }
+
+
+def _add(group: dict[str, Any], status: Status, count: int, age_s: float) -> None:
+    group[status] += count
+    if status is Status.PENDING:
+        group["oldest_pending_seconds"] = max(group["oldest_pending_seconds"] or 0.0, float(age_s))
 
 
 def _counted(conn: Connection, status: Status, most: int) -> int:

@@ -20,11 +20,14 @@ from orchestrator.errors import LeaseEnded, LeaseNotFound
 from orchestrator.gpu import Gpu
 from orchestrator.gpu.accounts import Holder, still_held
 from orchestrator.leases import JOB_LEASE, Granted, lease_name, token_hash
-from orchestrator.store import audit, gpus, nodes
+from orchestrator.store import audit, gpus, nodes, paging
+from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift, walking
+from orchestrator.store.held import held
 from orchestrator.store.hot import Hot, Listed, among, insert_rows, some_at_a_time
 from orchestrator.store.schema import gpus as gpu_rows
 from orchestrator.store.schema import lease_gpus, leases
+from orchestrator.store.schema import nodes as node_rows
 
 #: Ranges of names that one statement looks through.
 NAMES = 100
@@ -298,30 +301,72 @@ def _record(conn: Connection, event: str, agents: Mapping[str, str]) -> None:
     audit.record(conn, [audit.Event(event, details=details) for details in told])
 
 
-def heartbeat(conn: Connection, token: str) -> datetime:
-    """Extend a lease by its own time to live. Raises LeaseNotFound or LeaseEnded: an ended lease stays ended."""
-    key = token_hash(token)
-    extended = conn.execute(
+# Whether its time is over is asked of rows that are locked: who holds one may have extended it just in time.
+_BEGUN = (leases.c.state == "active", leases.c.ending_as.is_(None))
+_MINE = select(leases.c.token, (leases.c.expires_at > utc_now()).label("in_time")).where(*_BEGUN)
+_UNHELD = Hot(lambda keys: by_key(_MINE.where(leases.c.token.in_(keys)).with_for_update(skip_locked=True), leases))
+_IN_TURN = Hot(lambda keys: by_key(_MINE.where(leases.c.token.in_(keys)).with_for_update(), leases))
+_EXTEND = Hot(
+    lambda keys: (
         by_key(update(leases))
-        .where(
-            leases.c.token == key,
-            leases.c.state == "active",
-            leases.c.ending_as.is_(None),
-            leases.c.expires_at > utc_now(),
-        )
+        .where(leases.c.token.in_(keys), *_BEGUN)
         .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
     )
-    row = _find(conn, key)
-    if extended.rowcount != 1:
-        raise LeaseEnded(row.ending_as or ("expired" if row.state == "active" else row.state), row.end_reason)
-    expires: datetime = row.expires_at
-    return expires
+)
+
+
+class _Standing(NamedTuple):
+    token: str
+    state: str
+    ending_as: str | None
+    end_reason: str | None
+    expires_at: datetime
+
+
+_STANDING = Hot(
+    lambda keys: by_key(
+        select(
+            leases.c.token,
+            leases.c.state,
+            leases.c.ending_as,
+            leases.c.end_reason,
+            leases.c.expires_at,
+        ).where(leases.c.token.in_(keys)),
+        leases,
+    )
+)
+
+
+Extended = datetime | LeaseNotFound | LeaseEnded | RowsHeld
+
+
+def heartbeats(conn: Connection, keys: Sequence[str], *, in_turn: bool = False) -> list[Extended]:
+    """Extend leases by their own times to live: for each, in order, until when it lives now, or why it does not.
+
+    An ended lease stays ended. One whose row somebody holds is left out, unless `in_turn`: then its turn is waited for.
+    """
+    mine = {key: bool(in_time) for key, in_time in (_IN_TURN if in_turn else _UNHELD).rows(conn, sorted({*keys}))}
+    if extended := sorted(key for key, in_time in mine.items() if in_time):
+        _EXTEND.run(conn, extended)
+    found = {row[0]: _Standing(*row) for row in _STANDING.rows(conn, sorted({*keys}))}
+    return [_extended(found.get(key), in_time=mine.get(key)) for key in keys]
+
+
+def _extended(lease: _Standing | None, *, in_time: bool | None) -> Extended:
+    """`in_time` is None for one that was not ours to extend: it is over, or somebody holds it."""
+    if lease is None:
+        return LeaseNotFound()
+    if in_time:
+        return lease.expires_at
+    if in_time is None and lease.state == "active" and lease.ending_as is None:
+        return RowsHeld(f"somebody holds the row of lease {lease_name(lease.token)}")
+    return LeaseEnded(lease.ending_as or ("expired" if lease.state == "active" else lease.state), lease.end_reason)
 
 
 def release(conn: Connection, token: str) -> str:
     """End a lease; again is fine. Its memory returns when its processes are gone. The state it was found in."""
     key = token_hash(token)
-    row = _find(conn, key, lock=True)
+    row = _locked(conn, key)
     if row.state == "active" and row.ending_as is None:
         let_go(conn, [key], "released")
         _record(conn, "lease.released", {key: row.agent_name})
@@ -329,6 +374,8 @@ def release(conn: Connection, token: str) -> str:
     return state
 
 
+#: What it has of its host beside GPUs.
+_OF_HOST = (leases.c.host_cpu_milli + leases.c.host_memory_mb).label("of_host")
 _IS_DUE = (leases.c.state == "active", leases.c.expires_at <= utc_now())
 #: Leases that `purge` and `forget` see to.
 DUE = select(leases.c.token).where(*_IS_DUE)
@@ -338,24 +385,41 @@ ENDED_LONG_AGO = select(leases.c.token).where(
 )
 
 
-def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0) -> int:
-    """End leases whose time is over.
+def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0, *, unheld: bool = False) -> int:
+    """End leases whose time is over; with `unheld` but for those of which somebody holds what they would give back to.
 
     Those of jobs too: a worker renews them while it lives, and stops what runs under them before they end. Where the
     node is silent nobody sees processes end; there the gate is closed, until a sample counts what is left as foreign.
     """
     due = conn.execute(
-        select(leases.c.token, leases.c.agent_name, leases.c.node_id)
+        select(leases.c.token, leases.c.agent_name, leases.c.node_id, _OF_HOST)
         .where(*_IS_DUE, leases.c.ending_as.is_(None))
         .order_by(leases.c.expires_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
+    due = _unheld(conn, due) if unheld else due
     watched = _watched_nodes(conn, {row.node_id for row in due if row.node_id}, stale_s)
     let_go(conn, [row.token for row in due if row.node_id in watched], "expired")
     free(conn, [row.token for row in due if row.node_id not in watched], "expired")
     _record(conn, "lease.expired", {row.token: row.agent_name for row in due})
-    return len(due) + _free_unwatched(conn, stale_s, limit)
+    return len(due) + _free_unwatched(conn, stale_s, limit, unheld=unheld)
+
+
+def _unheld(conn: Connection, over: Sequence[Any]) -> Sequence[Any]:
+    """Those of these leases whose shares, GPUs and hosts nobody else holds; all of that is locked."""
+    if not over:
+        return []
+    shares = _shares_of([row.token for row in over])
+    uuids = {row.gpu_uuid for row in conn.execute(shares)}
+    cards = by_key(select(gpu_rows.c.gpu_uuid), gpu_rows).where(gpu_rows.c.gpu_uuid.in_(sorted(uuids)))
+    hosts = by_key(select(node_rows.c.node_id), node_rows)
+    hosts = hosts.where(node_rows.c.node_id.in_(sorted({row.node_id for row in over if row.of_host})))
+    stay = {key for key, _ in held(conn, shares)}
+    full = {uuid for (uuid,) in held(conn, cards)}
+    stay |= {row.token for row in conn.execute(shares) if row.gpu_uuid in full} if full else set()
+    shut = {node_id for (node_id,) in held(conn, hosts)}
+    return [row for row in over if row.token not in stay and not (row.of_host and row.node_id in shut)]
 
 
 def _watched_nodes(conn: Connection, node_ids: Collection[str], stale_s: float) -> set[str]:
@@ -367,14 +431,15 @@ def _watched_nodes(conn: Connection, node_ids: Collection[str], stale_s: float) 
     return set(rows.scalars())
 
 
-def _free_unwatched(conn: Connection, stale_s: float, limit: int) -> int:
+def _free_unwatched(conn: Connection, stale_s: float, limit: int, *, unheld: bool = False) -> int:
     """Ending leases on nodes that fell silent before anybody saw their processes go."""
     rows = conn.execute(
-        select(leases.c.token, leases.c.node_id, leases.c.ending_as)
+        select(leases.c.token, leases.c.node_id, leases.c.ending_as, _OF_HOST)
         .where(*_IS_DUE, leases.c.ending_as.is_not(None))
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
+    rows = _unheld(conn, rows) if unheld else rows
     watched = _watched_nodes(conn, {row.node_id for row in rows}, stale_s) if rows else set()
     gone = [row for row in rows if row.node_id not in watched]
     for state in {row.ending_as for row in gone}:
@@ -382,18 +447,27 @@ def _free_unwatched(conn: Connection, stale_s: float, limit: int) -> int:
     return len(gone)
 
 
-def forget(conn: Connection, keep_s: float, limit: int = 500) -> int:
+def forget(conn: Connection, keep_s: float, limit: int = 500, *, unheld: bool = False) -> int:
     """Delete leases that are over: those of jobs at once, those of clients after `keep_s`.
 
-    Until then a client's token answers "ended" rather than "unknown".
+    Until then a client's token answers "ended" rather than "unknown". With `unheld` those stay whose shares somebody
+    holds.
     """
     keys: list[str] = []
     for over in (SPENT, ENDED_LONG_AGO):
         keys += conn.execute(over.limit(limit).with_for_update(skip_locked=True), {"ended_since_s": -keep_s}).scalars()
+    if keys and unheld:
+        stay = {key for key, _ in held(conn, _shares_of(keys))}
+        keys = [key for key in keys if key not in stay]
     if keys:
         conn.execute(delete(lease_gpus).where(lease_gpus.c.token.in_(keys)))
         conn.execute(delete(leases).where(leases.c.token.in_(keys)))
     return len(keys)
+
+
+def _shares_of(keys: Collection[str]) -> Select[tuple[str, str]]:
+    found = by_key(select(lease_gpus.c.token, lease_gpus.c.gpu_uuid), lease_gpus)
+    return found.where(lease_gpus.c.token.in_(sorted(keys)))
 
 
 def forget_jobs(conn: Connection, job_ids: Sequence[str]) -> set[str]:
@@ -416,20 +490,46 @@ def _of_jobs(job_ids: Sequence[str]) -> Select[tuple[str, str, str]]:
     return found.where(or_(*ranges), leases.c.job_id.in_(job_ids))
 
 
-def _find(conn: Connection, key: str, *, lock: bool = False) -> Any:
-    query = select(
-        leases.c.agent_name, leases.c.state, leases.c.expires_at, leases.c.ending_as, leases.c.end_reason
-    ).where(leases.c.token == key)
-    row = conn.execute(query.with_for_update() if lock else query).one_or_none()
+def _locked(conn: Connection, key: str) -> Any:
+    query = select(leases.c.agent_name, leases.c.state, leases.c.ending_as).where(leases.c.token == key)
+    row = conn.execute(query.with_for_update()).one_or_none()
     if row is None:
         raise LeaseNotFound
     return row
 
 
-def active(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
-    """Live leases, oldest first, without anything that could be used as a token."""
-    rows = conn.execute(select(leases).where(leases.c.state == "active").order_by(leases.c.created_at).limit(limit))
-    return [{"lease": lease_name(row.token), **_without_token(row._asdict())} for row in rows]
+def page(conn: Connection, limit: int = 1000, cursor: str | None = None) -> tuple[list[dict[str, Any]], str | None]:
+    """Live leases, oldest first, and the cursor of the next page, without anything that could be used as a token."""
+    ahead = paging.after(cursor, leases.c.created_at, leases.c.token, oldest_first=True)
+    live = select(leases).where(leases.c.state == "active", *ahead).order_by(leases.c.created_at, leases.c.token)
+    rows = conn.execute(live.limit(limit + 1)).all()
+    cards = _gpus_of(conn, [row.token for row in rows[:limit]])
+    shown = [
+        {"lease": lease_name(row.token), **_without_token(row._asdict()), "gpus": cards.get(row.token, [])}
+        for row in rows[:limit]
+    ]
+    if len(rows) <= limit:
+        return shown, None
+    last = rows[limit - 1]
+    return shown, paging.encode(last.created_at, _place(last.token))
+
+
+def _gpus_of(conn: Connection, keys: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """By lease, all GPUs on which it holds memory, the first of them first."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    shares = lease_gpus.outerjoin(gpu_rows, gpu_rows.c.gpu_uuid == lease_gpus.c.gpu_uuid)
+    listed = select(lease_gpus.c.token, lease_gpus.c.gpu_uuid, gpu_rows.c.gpu_index).select_from(shares)
+    for some in some_at_a_time(keys):
+        rows = listed.where(lease_gpus.c.token.in_(some)).order_by(gpu_rows.c.gpu_index, lease_gpus.c.gpu_uuid)
+        for row in conn.execute(rows):
+            found.setdefault(row.token, []).append({"gpu_uuid": row.gpu_uuid, "gpu_index": row.gpu_index})
+    return found
+
+
+def _place(key: str) -> str:
+    """What sorts behind this lease and before any other, and tells no more than its name."""
+    name = lease_name(key)
+    return name if name == key else f"{name}~"  # behind all hexadecimal digits
 
 
 def _without_token(lease: dict[str, Any]) -> dict[str, Any]:

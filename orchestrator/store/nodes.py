@@ -12,6 +12,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    Select,
     Table,
     Update,
     and_,
@@ -25,8 +26,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
-from orchestrator.batch_sizes import BatchSizes, from_text
-from orchestrator.errors import WorkerLost
 from orchestrator.jobs import OWNED
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
@@ -122,20 +121,6 @@ class Beat:
     batch_sizes: str | None = None
 
 
-def heartbeat(conn: Connection, worker: Worker, beat: Beat) -> None:
-    """Say that a worker lives, and extend the leases it holds.
-
-    Raises WorkerLost when the leader has given its jobs away: it must stop them and register anew.
-    """
-    name = worker.worker_id
-    if not _say(conn, {name: beat}, {}):
-        raise WorkerLost(name)
-    if beat.busy or beat.resident:
-        renew_leases(conn, [name])
-    note_progress(conn, {name: beat})
-    _see(conn, worker.node_id)
-
-
 class Heard(NamedTuple):
     """What became of the heartbeats of several workers; nobody's for the rest of them."""
 
@@ -150,7 +135,7 @@ class Heard(NamedTuple):
 def heartbeats(
     conn: Connection, node_id: str, beats: Mapping[str, Beat], said: Mapping[str, Beat], recent_s: float
 ) -> Heard:
-    """The same for several workers of a node, but for their progress. It waits for no row, whoever holds it.
+    """Say that workers of a node live, and extend the leases that they hold. It waits for no row, whoever holds it.
 
     `said` is what stands in their rows already: those who say nothing else share one statement. A lease extended
     within `recent_s` seconds, or granted, need not be extended now.
@@ -159,20 +144,21 @@ def heartbeats(
     free = {*conn.execute(mine.with_for_update(skip_locked=True)).scalars()}
     missed = alive_ids(conn, sorted(beats.keys() - free)) if free != beats.keys() else set()
     _say(conn, {name: beat for name, beat in beats.items() if name in free}, said)
-    holding = [name for name in free if beats[name].busy or beats[name].resident]
-    unrenewed = _renew_free_leases(conn, holding, recent_s) if holding else set()
+    unrenewed: set[str] = set()
+    if holding := {name: node_id for name in free if beats[name].busy or beats[name].resident}:
+        renew_leases(conn, holding)
+        unrenewed = _not_renewed(conn, holding, recent_s)
     if free:
-        _see(conn, node_id)
+        see(conn, [node_id])
     return Heard(beats.keys() - free - missed, missed, unrenewed)
 
 
-def _say(conn: Connection, beats: Mapping[str, Beat], said: Mapping[str, Beat]) -> int:
-    """Write what they say; how many of them live."""
+def _say(conn: Connection, beats: Mapping[str, Beat], said: Mapping[str, Beat]) -> None:
     quiet = [name for name, beat in beats.items() if name in said and _columns(said[name]) == _columns(beat)]
-    heard = conn.execute(_alive(quiet).values(last_heartbeat=utc_now())).rowcount if quiet else 0
+    if quiet:
+        conn.execute(_alive(quiet).values(last_heartbeat=utc_now()))
     for name in sorted(beats.keys() - quiet):
-        heard += conn.execute(_alive([name]).values(last_heartbeat=utc_now(), **_columns(beats[name]))).rowcount
-    return heard
+        conn.execute(_alive([name]).values(last_heartbeat=utc_now(), **_columns(beats[name])))
 
 
 def _living(worker_ids: Collection[str]) -> ColumnElement[bool]:
@@ -214,40 +200,51 @@ def note_progress(conn: Connection, beats: Mapping[str, Beat]) -> None:
         )
 
 
-def _see(conn: Connection, node_id: str) -> None:
-    """Say that a node lives, unless a neighbour just did, or somebody holds its row, which is one for all workers."""
-    mine = nodes.c.node_id == node_id
-    age_s = conn.execute(select(seconds_since(nodes.c.last_heartbeat)).where(mine)).scalar()
-    if age_s is not None and age_s <= SEEN_S:
+def see(conn: Connection, node_ids: Collection[str]) -> None:
+    """Say that nodes live, but for those of which a neighbour just did, or whose row somebody holds: all share it."""
+    mine = by_key(select(nodes.c.node_id), nodes).where(nodes.c.node_id.in_(sorted(node_ids)))
+    unseen = mine.where(seconds_since(nodes.c.last_heartbeat) > SEEN_S)
+    if not conn.execute(unseen).first():
         return
-    if conn.execute(select(nodes.c.node_id).where(mine).with_for_update(skip_locked=True)).scalar():
-        conn.execute(update(nodes).where(mine).values(last_heartbeat=utc_now()))
+    if free := sorted(conn.execute(unseen.with_for_update(skip_locked=True)).scalars()):
+        conn.execute(by_key(update(nodes)).where(nodes.c.node_id.in_(free)).values(last_heartbeat=utc_now()))
 
 
-def renew_leases(conn: Connection, worker_ids: Collection[str]) -> None:
-    # Not along an index that the ends of leases change: they hold the rows, and would wait for us there.
-    conn.execute(
-        walking(update(leases), leases, "ix_leases_worker")
-        .where(leases.c.worker_id.in_(sorted(worker_ids)), leases.c.state == "active", leases.c.ending_as.is_(None))
-        .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
-    )
+def renew_leases(conn: Connection, holders: Mapping[str, str], *, in_turn: bool = False) -> set[str]:
+    """Extend all that these workers (worker → node) hold; those of whom somebody else holds one are returned.
+
+    None is left out if `in_turn`: then their turn is waited for, and one that is not extended has ended meanwhile.
+    """
+    found = conn.execute(_live_leases(leases.c.token, leases.c.worker_id, of=holders))
+    tokens = {row.token: row.worker_id for row in found}
+    extended = _extend(conn, sorted(tokens), in_turn=in_turn) if tokens else set()
+    return set() if in_turn else {worker_id for token, worker_id in tokens.items() if token not in extended}
 
 
-def _renew_free_leases(conn: Connection, worker_ids: Collection[str], recent_s: float) -> set[str]:
-    """Extend what nobody else holds; whose other leases were not extended lately. Whoever ends one holds it too."""
-    live = (
-        leases.c.worker_id.in_(sorted(worker_ids)),
-        leases.c.state == "active",
-        leases.c.ending_as.is_(None),
-    )
-    mine = walking(select(leases.c.token), leases, "ix_leases_worker").where(*live)
-    free = sorted(conn.execute(mine.with_for_update(skip_locked=True)).scalars())
-    if free:
-        extended = {"last_heartbeat": utc_now(), "expires_at": utc_shift(leases.c.ttl_seconds)}
-        conn.execute(by_key(update(leases)).where(leases.c.token.in_(free)).values(extended))
+_LIVE = (leases.c.state == "active", leases.c.ending_as.is_(None))
+
+
+def _live_leases(*columns: ColumnElement[Any], of: Mapping[str, str]) -> Select[Any]:
+    # Along the index that passes over what is over, however long nobody deletes that. But the ends of leases change it,
+    # and would wait for us there: so nothing is locked along it.
+    mine = leases.c.node_id.in_(sorted({*of.values()})), leases.c.worker_id.in_(sorted(of))
+    return walking(select(*columns), leases, "ix_leases_node").where(*mine, *_LIVE)
+
+
+def _extend(conn: Connection, tokens: Sequence[str], *, in_turn: bool = False) -> set[str]:
+    """Those of them that nobody else holds. Whoever ends one holds it too."""
+    mine = by_key(select(leases.c.token), leases).where(leases.c.token.in_(tokens), *_LIVE)
+    free = sorted(conn.execute(mine.with_for_update(skip_locked=not in_turn)).scalars())
+    extended = {"last_heartbeat": utc_now(), "expires_at": utc_shift(leases.c.ttl_seconds)}
+    conn.execute(by_key(update(leases)).where(leases.c.token.in_(free)).values(extended))
+    return {*free}
+
+
+def _not_renewed(conn: Connection, holders: Mapping[str, str], recent_s: float) -> set[str]:
+    """Those of whom a lease was not extended lately, by anybody."""
     extended_at = func.coalesce(leases.c.last_heartbeat, leases.c.created_at)
-    old = walking(select(leases.c.worker_id), leases, "ix_leases_worker")
-    return {*conn.execute(old.where(*live, extended_at < utc_shift(-recent_s))).scalars()}
+    old = _live_leases(leases.c.worker_id, of=holders).where(extended_at < utc_shift(-recent_s))
+    return {*conn.execute(old).scalars()}
 
 
 def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
@@ -257,12 +254,14 @@ def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
 
 
 def deregister(conn: Connection, worker: Worker) -> None:
-    conn.execute(
+    """It leaves in order, unless the leader gave it up before."""
+    stopped = conn.execute(
         update(workers)
         .where(workers.c.worker_id == worker.worker_id, workers.c.status != LOST)
         .values(status=STOPPED, busy=0, last_heartbeat=utc_now())
     )
-    audit.record(conn, [worker_event("worker.stopped", worker)])
+    if stopped.rowcount:
+        audit.record(conn, [worker_event("worker.stopped", worker)])
 
 
 SILENT = select(workers).where(
@@ -346,40 +345,6 @@ def alive_ids(conn: Connection, worker_ids: Sequence[str]) -> set[str]:
         select(workers.c.worker_id).where(workers.c.worker_id.in_(worker_ids), workers.c.status.in_(LIVE_WORKERS))
     )
     return set(rows.scalars())
-
-
-def list_workers(conn: Connection, limit: int = 1000) -> list[dict[str, Any]]:
-    """Workers that are alive or were within the last hour, the youngest first."""
-    recent = utc_shift(-3600.0)
-    rows = conn.execute(
-        select(workers, seconds_since(workers.c.last_heartbeat).label("heartbeat_age_seconds"))
-        .where((workers.c.status.in_(LIVE_WORKERS)) | (workers.c.last_heartbeat > recent))
-        .order_by(workers.c.started_at.desc())
-        .limit(limit)
-    )
-    return [_listed(row) for row in rows]
-
-
-def _listed(row: Row[Any]) -> dict[str, Any]:
-    worker = row._asdict()
-    sizes = from_text(worker.pop("batch_sizes"))
-    return worker | {
-        "types": json.loads(row.types),
-        "node_id": None if row.node_id == NO_NODE else row.node_id,
-        "load": round(row.busy / row.slots, 3) if row.slots else 0.0,
-        "heartbeat_age_seconds": max(round(float(row.heartbeat_age_seconds), 3), 0.0),
-        "batches": {type: of_type.summary() for type, of_type in sizes.items()},
-    }
-
-
-def batch_sizes(conn: Connection) -> dict[str, BatchSizes]:
-    """What workers told of their batches, by worker, those that left within the last hour included."""
-    rows = conn.execute(
-        select(workers.c.worker_id, workers.c.batch_sizes).where(
-            workers.c.batch_sizes.is_not(None), workers.c.last_heartbeat > utc_shift(-3600.0)
-        )
-    )
-    return {row.worker_id: from_text(row.batch_sizes) for row in rows}
 
 
 def serves(conn: Connection, node_id: str, pool_id: str) -> bool:

@@ -12,7 +12,7 @@ from orchestrator.gates import AGENT, CAPACITY, FOR_PLACE, FOR_UNITS, QUIET, UNT
 from orchestrator.jobs import Queued, Ready
 from orchestrator.policies import Book
 from orchestrator.ranking import reached
-from orchestrator.store import pools
+from orchestrator.store import ownership, pools
 from orchestrator.store.caps import NO_BOOK, Glance
 from orchestrator.store.dialect import utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
@@ -236,6 +236,11 @@ def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.
         )
         .values(queued=Queued.READY, published_at=None, ready_at=utc_now())
     ).rowcount
+
+
+def unpublish_unheld(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.0) -> int:
+    """The same, without those whose rows somebody holds: nobody waits for them, and the leader comes again."""
+    return unpublish(conn, ownership.lock_unheld(conn, job_ids), older_than_s)
 
 
 def known_lanes(conn: Connection) -> list[str]:

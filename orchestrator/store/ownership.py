@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, select
 
-from orchestrator.jobs import OWNED
+from orchestrator.jobs import OWNED, Status
 from orchestrator.store.dialect import by_key, seconds_since, utc_now
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs
@@ -80,6 +80,25 @@ def owns(conn: Connection, job_id: str, attempt: int, worker_id: str) -> bool:
         )
     )
     return found.one_or_none() is not None
+
+
+def is_claimed_by(conn: Connection, job_id: str, worker_id: str) -> bool:
+    """Whether this worker claimed it and has not said that it runs."""
+    mine = (jobs.c.job_id == job_id, jobs.c.worker_id == worker_id, jobs.c.status == Status.CLAIMED)
+    return conn.execute(select(jobs.c.job_id).where(*mine)).one_or_none() is not None
+
+
+_UNHELD = Hot(
+    lambda ids: by_key(
+        select(jobs.c.job_id).where(jobs.c.job_id.in_(ids)).with_for_update(skip_locked=True),
+        jobs,
+    )
+)
+
+
+def lock_unheld(conn: Connection, job_ids: Sequence[str]) -> list[str]:
+    """Those of these jobs whose rows nobody else holds, locked: nobody waits for the others."""
+    return [job_id for (job_id,) in _UNHELD.rows(conn, job_ids)] if job_ids else []
 
 
 def lock(conn: Connection, job_ids: Sequence[str]) -> dict[str, Ownership]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Connection, Row, Select, case, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, and_, case, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import pools as rules
@@ -18,6 +18,7 @@ from orchestrator.pools import CLOSED, OPEN, PoolArrow, PoolChange, PoolSpec, Po
 from orchestrator.store import audit
 from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
 from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, pool_assignments, worker_pools, workers
+from orchestrator.wording import first_wrong
 
 _SPEC = tuple(name for name in PoolSpec.model_fields if name != "metadata")
 
@@ -77,9 +78,8 @@ def change(conn: Connection, pool_id: str, wish: PoolChange) -> None:
     try:
         after = before.changed(wish.given)
     except ValidationError as wrong:
-        first = wrong.errors()[0]
-        field = str(first["loc"][0]) if first["loc"] else None
-        raise InvalidInput(f"{field}: {first['msg']}" if field else first["msg"], field) from None
+        field, words = first_wrong(wrong)
+        raise InvalidInput(f"{field}: {words}" if field else words, field or None) from None
     changed = {name for name in PoolSpec.model_fields if getattr(before, name) != getattr(after, name)}
     if not changed:
         return
@@ -195,18 +195,33 @@ def _listed() -> Select[Any]:
         .subquery()
     )
     left_s = case((worker_pools.c.drain_until.is_not(None), -seconds_since(worker_pools.c.drain_until)))
-    return select(worker_pools, live, left_s.label("drain_seconds_left")).select_from(
+    totals = [column for column in live.c if column is not live.c.pool_id]
+    return select(worker_pools, *totals, left_s.label("drain_seconds_left")).select_from(
         worker_pools.outerjoin(live, live.c.pool_id == worker_pools.c.pool_id)
     )
 
 
 _LISTED = _listed()
 
+#: What is told of each worker of a pool.
+_MEMBER = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble", "load_seconds")
+
+
+def _with_members() -> Select[Any]:
+    """One row for each worker: one statement, or what was counted would not be who is named."""
+    member = workers.alias("member")
+    works = and_(member.c.pool_id == worker_pools.c.pool_id, member.c.status.in_(LIVE_WORKERS))
+    named = [member.c[name].label(f"member_{name}") for name in _MEMBER]
+    return _LISTED.add_columns(*named).outerjoin(member, works).order_by(member.c.worker_id)
+
+
+_WITH_MEMBERS = _with_members()
+
 
 def get(conn: Connection, pool_id: str) -> dict[str, Any]:
     """One pool, its workers, and how long the oldest of its running jobs has run. Raises PoolNotFound."""
-    row = conn.execute(_LISTED.where(worker_pools.c.pool_id == pool_id)).one_or_none()
-    if row is None:
+    rows = conn.execute(_WITH_MEMBERS.where(worker_pools.c.pool_id == pool_id)).all()
+    if not rows:
         raise PoolNotFound(pool_id)
     oldest = conn.execute(
         select(func.max(seconds_since(jobs.c.claimed_at))).where(
@@ -214,10 +229,10 @@ def get(conn: Connection, pool_id: str) -> dict[str, Any]:
         )
     ).scalar()
     places = conn.execute(select(pool_assignments).where(pool_assignments.c.pool_id == pool_id))
-    return _readable(row) | {
+    return _readable(rows[0]) | {
         "oldest_running_seconds": None if oldest is None else float(oldest),
         "assignments": [row._asdict() for row in places],
-        "members": _members(conn, pool_id),
+        "members": [_member(row) for row in rows if row.member_worker_id is not None],
     }
 
 
@@ -232,19 +247,12 @@ def open_ids(conn: Connection, limit: int) -> list[str]:
     return list(conn.execute(query.order_by(worker_pools.c.pool_id).limit(limit)).scalars())
 
 
-def _members(conn: Connection, pool_id: str) -> list[dict[str, Any]]:
-    columns = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble", "load_seconds")
-    rows = conn.execute(
-        select(*[workers.c[name] for name in columns])
-        .where(workers.c.pool_id == pool_id, workers.c.status.in_(LIVE_WORKERS))
-        .order_by(workers.c.worker_id)
-    )
-    return [row._asdict() for row in rows]
+def _member(row: Row[Any]) -> dict[str, Any]:
+    return {name: getattr(row, f"member_{name}") for name in _MEMBER}
 
 
 def _readable(row: Row[Any]) -> dict[str, Any]:
-    record = row._asdict()
-    record.pop("pool_id_1", None)
+    record = {name: getattr(row, name) for name in _LISTED.selected_columns.keys()}  # noqa: SIM118 - not a dict
     record["last_heartbeat"] = record.pop("heard_at") or record["last_heartbeat"]
     record["metadata"] = rules.read_metadata(record["metadata"])
     record["autosize"] = bool(record["autosize"])

@@ -6,21 +6,22 @@ Our own workers write about themselves (`store.nodes`); nothing here touches tho
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, delete, exists, insert, or_, select
+from sqlalchemy import Connection, Row, Select, case, delete, exists, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerExists, WorkerLost, WorkerNotFound
 from orchestrator.jobs import OWNED, RetryPolicy
 from orchestrator.pools import OPEN
 from orchestrator.store import audit, nodes
-from orchestrator.store.dialect import by_key
+from orchestrator.store.database import RowsHeld
+from orchestrator.store.dialect import by_key, utc_now
 from orchestrator.store.moves import Claimant
-from orchestrator.store.nodes import Beat, Worker
-from orchestrator.store.schema import DRAINING, LIVE_WORKERS, gpus, jobs, leases, worker_pools, workers
+from orchestrator.store.nodes import Worker
+from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, worker_pools, workers
 from orchestrator.store.schema import nodes as node_rows
 from orchestrator.store.settle import End, Outcome, Settled, record
 
@@ -92,26 +93,69 @@ def _fetcher(row: Row[Any]) -> Fetcher:
     return Fetcher(nodes.as_worker(row), row.status in LIVE_WORKERS, bool(row.has_gpus), closed)
 
 
-def heartbeat(conn: Connection, worker_id: str, busy: int | None, done: int | None, failed: int | None) -> None:
-    """Say that a worker lives, and extend its leases; what it does not tell stays as it is.
+class Told(NamedTuple):
+    """A heartbeat: what it does not tell stays as it is."""
 
-    Raises WorkerNotFound, or WorkerLost when its jobs were given away: it must stop them and register anew.
+    worker_id: str
+    busy: int | None = None
+    jobs_done: int | None = None
+    jobs_failed: int | None = None
+
+
+NotHeard = WorkerNotFound | WorkerLost | RowsHeld
+
+
+def heartbeats(conn: Connection, beats: Sequence[Told], *, in_turn: bool = False) -> list[NotHeard | None]:
+    """Say that workers live, and extend their leases, also of those that are idle by their own account.
+
+    For each, in order, why that was not written: nobody knows it, or its jobs were given away and it must stop them and
+    register anew. Rows that somebody holds are left out, unless `in_turn`: then their turn is waited for.
     """
-    row = _row(conn, worker_id)
-    beat = Beat(
-        row.busy if busy is None else busy,
-        row.jobs_done if done is None else done,
-        row.jobs_failed if failed is None else failed,
-        draining=row.status == DRAINING,
-    )
-    nodes.heartbeat(conn, nodes.as_worker(row), beat)
-    if not beat.busy:  # by its own account; its leases say otherwise, perhaps
-        nodes.renew_leases(conn, [worker_id])
+    ids = sorted({beat.worker_id for beat in beats})
+    mine = _of(ids).where(workers.c.status.in_(LIVE_WORKERS))
+    living = {row.worker_id: row for row in conn.execute(mine.with_for_update(skip_locked=not in_turn))}
+    held: set[str] = set()
+    if living:
+        _say(conn, living, [beat for beat in beats if beat.worker_id in living])
+        held = nodes.renew_leases(conn, {name: row.node_id for name, row in living.items()}, in_turn=in_turn)
+        nodes.see(conn, {row.node_id for row in living.values()})
+    rest = _of([worker_id for worker_id in ids if worker_id not in living])
+    others = {row.worker_id: row for row in conn.execute(rest)} if len(living) < len(ids) else {}
+    held |= {worker_id for worker_id, row in others.items() if row.status in LIVE_WORKERS}
+    return [_not_heard(beat.worker_id, {*living, *others}, held, living) for beat in beats]
+
+
+def _of(worker_ids: Collection[str]) -> Select[Any]:
+    columns = (workers.c.worker_id, workers.c.node_id, workers.c.status)
+    told = [workers.c[name] for name in Told._fields[1:]]
+    theirs = by_key(select(*columns, *told), workers)
+    return theirs.where(workers.c.worker_id.in_(worker_ids), workers.c.kind == HTTP)
+
+
+def _say(conn: Connection, living: Mapping[str, Row[Any]], beats: Sequence[Told]) -> None:
+    """One statement for all: most tell nothing new."""
+    values: dict[str, Any] = {"last_heartbeat": utc_now()}
+    for name in Told._fields[1:]:
+        last = {beat.worker_id: told for beat in beats if (told := getattr(beat, name)) is not None}
+        news = {worker_id: told for worker_id, told in last.items() if told != getattr(living[worker_id], name)}
+        if news:
+            values[name] = case(news, value=workers.c.worker_id, else_=workers.c[name])
+    conn.execute(by_key(update(workers)).where(workers.c.worker_id.in_(sorted(living))).values(values))
+
+
+def _not_heard(
+    worker_id: str, known: Collection[str], held: Collection[str], living: Collection[str]
+) -> NotHeard | None:
+    if worker_id not in known:
+        return WorkerNotFound(worker_id)
+    if worker_id in held:
+        return RowsHeld(f"somebody holds the row of worker {worker_id}, or of a lease of its")
+    return None if worker_id in living else WorkerLost(worker_id)
 
 
 def deregister(conn: Connection, worker_id: str, policy: RetryPolicy) -> tuple[Worker, list[Settled]]:
     """End a registration and hand back what it owns, uncharged. Again is fine. Raises WorkerNotFound."""
-    row = _row(conn, worker_id, lock=True)
+    row = _locked(conn, worker_id)
     worker = nodes.as_worker(row)
     if row.status in LIVE_WORKERS:
         nodes.deregister(conn, worker)
@@ -125,9 +169,9 @@ def _owned(conn: Connection, by: Claimant) -> list[Any]:
     return list(conn.execute(query.where(jobs.c.worker_id == by.owner, jobs.c.status.in_(sorted(OWNED)))))
 
 
-def _row(conn: Connection, worker_id: str, *, lock: bool = False) -> Row[Any]:
+def _locked(conn: Connection, worker_id: str) -> Row[Any]:
     query = select(workers).where(workers.c.worker_id == worker_id, workers.c.kind == HTTP)
-    row = conn.execute(query.with_for_update() if lock else query).one_or_none()
+    row = conn.execute(query.with_for_update()).one_or_none()
     if row is None:
         raise WorkerNotFound(worker_id)
     return row

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, Select, and_, exists, or_, select, update
+from sqlalchemy import Connection, Row, Select, and_, case, exists, or_, select, update
 
 from orchestrator import jobs as job_rules
 from orchestrator.errors import JobCancelled, JobNotFound, NotOwner, OrchestratorError
@@ -14,13 +14,13 @@ from orchestrator.jobs import OWNED, Arrow, ErrorKind, RetryPolicy, Status
 from orchestrator.pools import OPEN, PoolState
 from orchestrator.store import audit, followers, job_reads, ownership, registry
 from orchestrator.store.caps import Seats
-from orchestrator.store.dialect import in_order, seconds_since, utc_now
+from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now
 from orchestrator.store.hot import among
 from orchestrator.store.moves import Claimant
 from orchestrator.store.ownership import Ownership
 from orchestrator.store.registry import HTTP, Fetcher
 from orchestrator.store.schema import jobs, nodes, worker_pools, workers
-from orchestrator.store.settle import End, Outcome, Settled, Start, record
+from orchestrator.store.settle import End, Outcome, Start, record
 
 
 class Sign(NamedTuple):
@@ -67,9 +67,13 @@ def write(conn: Connection, reports: Sequence[Report], policy: RetryPolicy, seat
     answers: dict[int, Answer] = {}
     with audit.together(conn), followers.together(conn) as following:
         for numbers in _rounds(reports):
-            for worker_id in sorted({reports[number].worker_id for number in numbers}):
-                own = {number: reports[number].event for number in numbers if reports[number].worker_id == worker_id}
-                answers |= _of_worker(conn, worker_id, found.get(worker_id), own, policy, seats)
+            # Nobody may speak for a worker of ours: its jobs are as little a stranger's as those of one nobody knows.
+            known = [number for number in numbers if reports[number].worker_id in found]
+            answers |= _hear(conn, found, {number: reports[number] for number in known}, policy)
+            for worker_id in sorted({reports[number].worker_id for number in known}):
+                own = {number: reports[number].event for number in known if reports[number].worker_id == worker_id}
+                answers |= _end(conn, found[worker_id].as_claimant(), own, policy, seats)
+            answers |= _refusals(conn, {number: reports[number] for number in numbers if number not in answers})
         seats.close()
     seats.freed |= following.freed
     return [answers[number] for number in range(len(reports))]
@@ -86,63 +90,70 @@ def _rounds(reports: Sequence[Report]) -> list[list[int]]:
     return rounds
 
 
-def _of_worker(
-    conn: Connection,
-    worker_id: str,
-    known: Fetcher | None,
-    events: Mapping[int, End | Sign],
-    policy: RetryPolicy,
-    seats: Seats,
+def _end(
+    conn: Connection, by: Claimant, events: Mapping[int, End | Sign], policy: RetryPolicy, seats: Seats
 ) -> dict[int, Answer]:
-    """Nobody may speak for a worker of ours: its jobs are as little a stranger's as those of one nobody knows."""
-    if known is None:
-        return {number: _refusal(conn, event, worker_id) for number, event in events.items()}
-    by = known.as_claimant()
+    """What became of the attempts that ended; those that were not this worker's to end are left out."""
     ends = {number: event for number, event in events.items() if isinstance(event, End)}
-    signs = {number: event for number, event in events.items() if isinstance(event, Sign)}
     settled = record(conn, by, [], list(ends.values()), policy, seats=seats) if ends else []
-    heard = _hear(conn, by, list(signs.values()), policy) if signs else []
-    ended = [_judged(conn, by, item) for item in settled]
-    return dict(zip(ends, ended, strict=True)) | dict(zip(signs, heard, strict=True))
+    return {
+        number: JobCancelled(one.end.job_id) if one.arrow is job_rules.STOP else Ended(one.arrow, by.pool_id)
+        for number, one in zip(ends, settled, strict=True)
+        if one.arrow is not None
+    }
 
 
-def _judged(conn: Connection, by: Claimant, settled: Settled) -> Answer:
-    if settled.arrow is None:
-        return _refusal(conn, settled.end, by.worker_id)
-    if settled.arrow is job_rules.STOP:
-        return JobCancelled(settled.end.job_id)
-    return Ended(settled.arrow, by.pool_id)
+def _hear(
+    conn: Connection, found: Mapping[str, Fetcher], reports: Mapping[int, Report], policy: RetryPolicy
+) -> dict[int, Answer]:
+    """Claimed → running at the first sign, and what it says of its progress; signs of what is not theirs are left out.
+
+    One look and one statement for the progress of all, whoever runs them.
+    """
+    signs = {number: (one.worker_id, one.event) for number, one in reports.items() if isinstance(one.event, Sign)}
+    rows = ownership.lock(conn, sorted(sign.job_id for _, sign in signs.values()))
+    own = {number: one for number, one in signs.items() if _owns(rows.get(one[1].job_id), *one)}
+    starts: dict[str, list[Start]] = {}
+    for worker_id, sign in own.values():
+        if rows[sign.job_id].status == Status.CLAIMED:
+            starts.setdefault(worker_id, []).append(Start(sign.job_id, sign.attempt))
+    for worker_id, begun in sorted(starts.items()):
+        record(conn, found[worker_id].as_claimant(), begun, [], policy)
+    _note(conn, [sign for _, sign in own.values()])
+    return {number: Heard(rows[sign.job_id].cancelled_s is not None) for number, (_, sign) in own.items()}
 
 
-def _refusal(conn: Connection, event: End | Sign, worker_id: str) -> OrchestratorError:
-    status = job_reads.statuses(conn, [event.job_id]).get(event.job_id)
-    return JobNotFound(event.job_id) if status is None else NotOwner(event.job_id, event.attempt, worker_id, status)
+def _refusals(conn: Connection, reports: Mapping[int, Report]) -> dict[int, Answer]:
+    """Of whom we could not write what they say, after one look at where the jobs stand."""
+    known = job_reads.statuses(conn, sorted({one.event.job_id for one in reports.values()})) if reports else {}
+    return {number: _refusal(one, known.get(one.event.job_id)) for number, one in reports.items()}
 
 
-def _hear(conn: Connection, by: Claimant, signs: Sequence[Sign], policy: RetryPolicy) -> list[Answer]:
-    """Claimed → running at the first sign, and what it says of its progress."""
-    rows = ownership.lock(conn, [sign.job_id for sign in signs])
-    own = [sign for sign in signs if (row := rows.get(sign.job_id)) and _owns(row, sign, by)]
-    starts = [Start(sign.job_id, sign.attempt) for sign in own if rows[sign.job_id].status == Status.CLAIMED]
-    if starts:
-        record(conn, by, starts, [], policy)
-    for sign in own:
-        _note(conn, sign)
-    return [
-        Heard(rows[sign.job_id].cancelled_s is not None) if sign in own else _refusal(conn, sign, by.worker_id)
-        for sign in signs
-    ]
+def _refusal(report: Report, status: Status | None) -> OrchestratorError:
+    event = report.event
+    if status is None:
+        return JobNotFound(event.job_id)
+    return NotOwner(event.job_id, event.attempt, report.worker_id, status)
 
 
-def _owns(row: Ownership, sign: Sign, by: Claimant) -> bool:
-    return (row.attempt, row.worker_id) == (sign.attempt, by.owner) and row.status in OWNED
+def _owns(row: Ownership | None, worker_id: str, sign: Sign) -> bool:
+    if row is None:
+        return False
+    return (row.attempt, row.worker_id) == (sign.attempt, worker_id) and row.status in OWNED
 
 
-def _note(conn: Connection, sign: Sign) -> None:
-    said = {"progress": sign.progress, "progress_note": sign.note}
-    values = {column: value for column, value in said.items() if value is not None}
+def _note(conn: Connection, signs: Sequence[Sign]) -> None:
+    """What is not told stays as it is."""
+    values = {}
+    for column, told in (
+        (jobs.c.progress, {sign.job_id: sign.progress for sign in signs if sign.progress is not None}),
+        (jobs.c.progress_note, {sign.job_id: sign.note for sign in signs if sign.note is not None}),
+    ):
+        if told:
+            values[column] = case(told, value=jobs.c.job_id, else_=column)
     if values:
-        conn.execute(update(jobs).where(jobs.c.job_id == sign.job_id).values(values))
+        telling = sorted(sign.job_id for sign in signs if (sign.progress, sign.note) != (None, None))
+        conn.execute(by_key(update(jobs)).where(jobs.c.job_id.in_(telling)).values(values))
 
 
 class Overrun(NamedTuple):

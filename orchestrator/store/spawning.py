@@ -7,11 +7,11 @@ worker that settled or by the leader: whoever holds that row. What attempts stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, and_, delete, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, or_, select, update
 
 from orchestrator import spawning
 from orchestrator.admission import FREELY, Admitted
@@ -24,6 +24,7 @@ from orchestrator.store import flows
 from orchestrator.store.blocked import TASKS
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import by_key, upsert
+from orchestrator.store.held import held
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, spawns, task_edges, task_stages, workflows
 from orchestrator.store.submit import Entering, enter, meeting_nobody, no_policies
@@ -225,7 +226,7 @@ def _give_up(conn: Connection, marker: Row[Any], why: str) -> Made:
 
 
 def forget_lost(conn: Connection, limit: int) -> int:
-    """Delete what attempts staged that ended and did not succeed; how many frames."""
+    """Delete what attempts staged that ended and did not succeed, unless somebody holds it; how many frames."""
     of_job = jobs.c.job_id == task_stages.c.job_id
     of_mark = and_(spawns.c.job_id == task_stages.c.job_id, spawns.c.attempt == task_stages.c.attempt)
     over = or_(jobs.c.job_id.is_(None), jobs.c.attempt != task_stages.c.attempt, jobs.c.status.not_in(sorted(OWNED)))
@@ -236,11 +237,21 @@ def forget_lost(conn: Connection, limit: int) -> int:
         .distinct()
         .limit(limit)
     )
-    return _forget(conn, [Marked(*row) for row in conn.execute(lost)])
+    found = {Marked(*row) for row in conn.execute(lost)}
+    in_use = {Marked(*key[:2]) for key in held(conn, _frames(found))} if found else set()
+    return _forget(conn, sorted(found - in_use))
+
+
+def _frames(attempts: Collection[Marked]) -> Select[Any]:
+    keys = (task_stages.c.job_id, task_stages.c.attempt, task_stages.c.seq)
+    return by_key(select(*keys), task_stages).where(_of(attempts))
+
+
+def _of(attempts: Collection[Marked]) -> ColumnElement[bool]:
+    # Not pairs in a list: for those the planner reads, and locks, the whole table.
+    stage = task_stages.c
+    return or_(*[and_(stage.job_id == one.job_id, stage.attempt == one.attempt) for one in sorted(attempts)])
 
 
 def _forget(conn: Connection, attempts: Sequence[Marked]) -> int:
-    if not attempts:
-        return 0
-    own = tuple_(task_stages.c.job_id, task_stages.c.attempt).in_([tuple(one) for one in attempts])
-    return conn.execute(delete(task_stages).where(own)).rowcount
+    return conn.execute(delete(task_stages).where(_of(attempts))).rowcount if attempts else 0

@@ -18,7 +18,7 @@ from orchestrator.errors import DatabaseUnavailable, InvalidInput, JobConflict, 
 from orchestrator.jobs import NewJob, Queued, RetryPolicy
 from orchestrator.policies import Book
 from orchestrator.store import accounts, audit, flows
-from orchestrator.store.database import Database
+from orchestrator.store.database import Database, Waiting
 from orchestrator.store.dialect import clock, utc_now
 from orchestrator.store.hot import Hot, insert_rows
 from orchestrator.store.schema import jobs, lanes
@@ -73,6 +73,7 @@ class Rules:
     policy: RetryPolicy
     admit: Admit = let_in
     book: Callable[[Connection], Book] = no_policies
+    waiting: Waiting = Waiting.ONCE
 
 
 def submit_jobs(
@@ -81,18 +82,22 @@ def submit_jobs(
     policy: RetryPolicy,
     admit: Admit = let_in,
     book: Callable[[Connection], Book] = no_policies,
+    waiting: Waiting = Waiting.ONCE,
 ) -> list[Answer]:
-    """Store new jobs in one transaction; an answer for each, in order.
+    """Store new jobs in one transaction; an answer for each, in order. Raises RowsHeld.
 
     A job_id that another process inserts at the same moment breaks the statement, not the promise: the batch
     runs again and then finds that row.
     """
     # Ids of our own making are new, unless a commit whose answer was lost has stored them: then they are met again.
     lookup = [job.job_id for job in batch if not job.generated_id]
-    rules = Rules(policy, admit, book)
+    rules = Rules(policy, admit, book, waiting)
     for _ in range(MAX_RUNS):
         try:
-            return db.write(lambda conn: _submit(conn, db, batch, lookup, rules))  # noqa: B023 - runs at once
+            return db.write_batch(
+                lambda conn: _submit(conn, db, batch, lookup, rules),  # noqa: B023 - runs at once
+                waiting,
+            )
         except IntegrityError:
             lookup = [job.job_id for job in batch]
     raise DatabaseUnavailable(f"submit met ids that others inserted at the same moment, {MAX_RUNS} times in a row")
@@ -192,7 +197,8 @@ def _insert_jobs(conn: Connection, db: Database, admitted: Sequence[Entering], r
     now, virtual_times = _clocks(conn, {one.job.spec.pool_id for one in admitted})
     batch, book = [one.job for one in admitted], rules.book(conn)
     charging = partial(accounts.rank_all, batch=batch, virtual_times=virtual_times, book=book)
-    ranks = db.write_apart(conn, charging) if len(admitted) >= MANY else charging(conn)
+    apart = len(admitted) >= MANY and rules.waiting is Waiting.ONCE  # another connection would wait as long
+    ranks = db.write_apart(conn, charging) if apart else charging(conn)
     rows = [_job_row(one, now, rank, rules.policy) for one, rank in zip(admitted, ranks, strict=True)]
     # In key order: two batches that share ids then wait for each other instead of deadlocking.
     insert_rows(conn, jobs, sorted(rows, key=lambda row: str(row["job_id"])), _JOB_DEFAULTS, bulky="payload")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, select
 
 from orchestrator.admission import Admitted
 from orchestrator.errors import (
@@ -23,7 +23,7 @@ from orchestrator.names import is_name
 from orchestrator.store import audit, flows, paging, sweeping
 from orchestrator.store.blocked import TASKS
 from orchestrator.store.database import Database
-from orchestrator.store.dialect import by_key, clock, utc_now
+from orchestrator.store.dialect import by_key, clock, unled, utc_now
 from orchestrator.store.flows import Flow
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, task_edges, workflows
@@ -153,10 +153,27 @@ _OF_TASKS: tuple[Any, ...] = (
 )
 
 
+#: The filters that have an index, and the index of those without any.
+_INDEXES = {"agent": "ix_workflows_agent", "status": "ix_workflows_status"}
+_OF_ALL = "ix_workflows_created"
+
+
 @dataclass(frozen=True)
 class Filter:
     status: FlowStatus | None = None
     agent: str | None = None
+
+    @property
+    def leading(self) -> str | None:
+        """The one whose index is followed. What runs is less than what is over, whoever's it is."""
+        if self.status is FlowStatus.RUNNING:
+            return "status"
+        return next((name for name in _INDEXES if getattr(self, name) is not None), None)
+
+    def conditions(self) -> dict[str, ColumnElement[bool]]:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        columns = {name: workflows.c[name] if name == self.leading else unled(workflows.c[name]) for name in given}
+        return {name: columns[name] == value for name, value in given.items()}
 
 
 def agent_of(conn: Connection, workflow_id: str) -> str:
@@ -177,13 +194,12 @@ def get(conn: Connection, workflow_id: str, limit: int = 100, cursor: str | None
 
 
 def page(conn: Connection, wanted: Filter, limit: int, cursor: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    """Newest first; the cursor of the next page, or None at the end."""
-    named = ((workflows.c.status, wanted.status), (workflows.c.agent, wanted.agent))
-    conditions = [column == value for column, value in named if value is not None]
-    conditions += paging.after(cursor, workflows.c.created_at, workflows.c.workflow_id)
-    newest = select(*_SHOWN).where(*conditions).order_by(workflows.c.created_at.desc(), workflows.c.workflow_id.desc())
-    rows = conn.execute(newest.limit(limit + 1)).all()
-    shown, following = paging.split(rows, limit, "created_at", "workflow_id")
+    """Newest first; the cursor of the next page, or None at the end. A page may be short, or empty, before that."""
+    others = wanted.conditions()
+    leading = [others.pop(wanted.leading)] if wanted.leading else []
+    index = _INDEXES[wanted.leading] if wanted.leading else _OF_ALL
+    way = paging.Way(workflows, index, workflows.c.created_at, workflows.c.workflow_id)
+    shown, following = way.page(conn, select(*_SHOWN), leading, [*others.values()], limit, cursor)
     return [_readable(row) for row in shown], following
 
 
@@ -200,9 +216,7 @@ def _tasks(
     conn: Connection, workflow_id: str, limit: int, cursor: str | None
 ) -> tuple[list[dict[str, Any]], str | None]:
     conditions = [jobs.c.workflow_id == workflow_id]
-    if cursor is not None:
-        at, last = paging.decode(cursor)
-        conditions.append(or_(jobs.c.created_at > at, and_(jobs.c.created_at == at, jobs.c.job_id > last)))
+    conditions += paging.after(cursor, jobs.c.created_at, jobs.c.job_id, oldest_first=True)
     oldest = select(*_OF_TASKS).where(*conditions).order_by(jobs.c.created_at, jobs.c.job_id)
     shown, following = paging.split(conn.execute(oldest.limit(limit + 1)).all(), limit, "created_at")
     needs = _needs(conn, [row.job_id for row in shown])
@@ -229,12 +243,17 @@ def _needs(conn: Connection, job_ids: Sequence[str]) -> dict[str, list[str]]:
 
 
 def open_needs(conn: Connection, job_id: str, limit: int = 10) -> list[tuple[str, str]]:
-    """What a task waits for: the first names, and how each of them stands."""
+    """What a task waits for: the first names, and how each of them stands.
+
+    One that collects a map needs very many: then only the last of them are looked at, which are those that end last.
+    """
+    needs = select(task_edges.c.position, task_edges.c.needs_id).where(task_edges.c.task_id == job_id)
+    last = needs.order_by(task_edges.c.position.desc()).limit(paging.WINDOW).subquery()
     found = (
-        select(jobs.c.task, task_edges.c.needs_id, jobs.c.status)
-        .join(jobs, jobs.c.job_id == task_edges.c.needs_id)
-        .where(task_edges.c.task_id == job_id, jobs.c.status.not_in(sorted(TERMINAL)))
-        .order_by(task_edges.c.position)
+        by_key(select(jobs.c.task, last.c.needs_id, jobs.c.status), jobs)
+        .select_from(last.join(jobs, jobs.c.job_id == last.c.needs_id))
+        .where(jobs.c.status.not_in(sorted(TERMINAL)))
+        .order_by(last.c.position)
         .limit(limit)
     )
     return [(row.task or row.needs_id, row.status) for row in conn.execute(found)]

@@ -6,6 +6,7 @@ costs one reconcile interval.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import redis
@@ -20,6 +21,8 @@ GROUP = "cg:preloads:workers"
 LENGTH = 1000
 #: Requests read at once.
 COUNT = 100
+#: Milliseconds after which an idle consumer is forgotten: every start of an orchestrator is a new one.
+CONSUMER_IDLE_MS = 60_000
 
 
 def ask(client: redis.Redis, settings: Settings, pool_id: str) -> None:
@@ -37,6 +40,8 @@ class Preloads:
         self._settings = settings
         self._key = _key(settings)
         self._grouped = False
+        self._forget = ear.client.register_script(groups.FORGET_CONSUMER)
+        self._forget_at = 0.0
 
     def take(self, consumer: str, block_ms: int) -> int:
         """How many requests there were since the last call; waits up to `block_ms` for the first."""
@@ -51,10 +56,20 @@ class Preloads:
         if not self._grouped:
             groups.ensure(self._client, self._key, GROUP)
             self._grouped = True
+        self._forget_consumers()
         answer: Any = self._client.xreadgroup(GROUP, consumer, {self._key: ">"}, count=COUNT, block=block_ms)
         ids = [entry_id for _stream, rows in answer for entry_id, _fields in rows]
         groups.acknowledge(self._client, self._key, GROUP, ids)
         return len(ids)
+
+    def _forget_consumers(self) -> None:
+        """Remove those of leaders that are gone, once nothing is pending for them; now and then."""
+        now = time.monotonic()
+        if now < self._forget_at:
+            return
+        self._forget_at = now + CONSUMER_IDLE_MS / 1000
+        for consumer in groups.idle_consumers(self._client, self._key, GROUP, CONSUMER_IDLE_MS):
+            self._forget(keys=[self._key], args=[GROUP, consumer])
 
 
 def _key(settings: Settings) -> str:

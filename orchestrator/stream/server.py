@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import redis
+
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
 
@@ -19,16 +21,22 @@ class Server:
 def describe(settings: Settings) -> Server:
     """Raises RedisUnavailable, also when it keeps its configuration to itself."""
     with connect(settings) as client, named_errors(settings, client):
-        info = client.info("server")
+        found = _version(client)
         values = client.config_get("maxmemory-policy", "appendonly")
     configured = {_text(key): _text(value) for key, value in values.items()}
+    return Server(*found, configured.get("maxmemory-policy", "unknown"), configured.get("appendonly") == "yes")
+
+
+def version(settings: Settings) -> tuple[str, str]:
+    """`redis` or `valkey`, and its version. Raises RedisUnavailable, also when it keeps that to itself."""
+    with connect(settings) as client, named_errors(settings, client):
+        return _version(client)
+
+
+def _version(client: redis.Redis) -> tuple[str, str]:
+    info = client.info("server")
     kind = "valkey" if "valkey_version" in info else "redis"
-    return Server(
-        kind,
-        str(info[f"{kind}_version"]),
-        configured.get("maxmemory-policy", "unknown"),
-        configured.get("appendonly") == "yes",
-    )
+    return kind, str(info.get(f"{kind}_version", "unknown"))
 
 
 def _text(value: object) -> str:

@@ -7,32 +7,16 @@ or hears its slot: nothing that goes wrong with a span may go wrong there.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
+
+from orchestrator.telemetry.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-#: Seconds between two warnings of the same.
-WARN_EVERY_S = 60.0
-
-
-class Seldom:
-    """Whether it is time to say it again."""
-
-    def __init__(self) -> None:
-        self._next = float("-inf")
-
-    def due(self) -> bool:
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + WARN_EVERY_S
-        return True
 
 
 class Losses:

@@ -185,7 +185,7 @@ CLUSTER: dict[str, tuple[str, tuple[str, ...]]] = {
         "Age of the oldest last heartbeat among a pool's live workers.",
         ("pool_id",),
     ),
-    "dlq_depth": ("Jobs that were given up and neither redriven nor purged yet.", ()),
+    "dlq_depth": ("Jobs that were given up and neither redriven nor purged yet, up to 100000.", ()),
     "leader_epoch": ("Epoch of the current or last term.", ()),
     "tally_lag_seconds": ("Age of the oldest event that totals of jobs do not count yet; 0 when they count all.", ()),
 }

@@ -24,6 +24,7 @@ from orchestrator.store import schema
 from orchestrator.store.database import Database
 from tests.conftest import empty
 from tests.servers import Redis
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 
@@ -118,7 +119,7 @@ def private_database(open_database: Callable[..., Database]) -> Callable[[str], 
 
     def prepare(url: str) -> str:
         database = open_database(url)
-        schema.metadata.create_all(database.engine)
+        make_tables(database.engine)
         empty(database)
         return url
 

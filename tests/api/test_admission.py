@@ -1,5 +1,6 @@
 """Pauses and gates over HTTP: what a client is told, and that nothing which was accepted is lost."""
 
+import json
 from typing import Any
 
 import pytest
@@ -177,7 +178,11 @@ def test_on_the_command_line(
     assert "global is resumed" in told("resume")
     assert "global was not paused" in told("resume")
     maria_api.submit(agent="somebody")
-    assert "somebody" in told("stats")
+    assert "somebody" in (stats := told("stats")) and "PAUSED" not in stats
+    assert json.loads(told("stats", "--json"))["paused"] == []
     assert '"pending": 1' in told("stats", "--json")
+    told("pause", "--agent", "a", "--reason", "why not")
+    assert {"PAUSED", "agent:a", "why"} <= set(told("stats").split())
+    assert [one["key"] for one in json.loads(told("stats", "--json"))["paused"]] == ["agent:a"]
     assert "no gates" in told("gates")
     assert run(["queue", "pause", "--agent", "a", "--pool", "p"]) == 2

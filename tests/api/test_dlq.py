@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from sqlalchemy import insert
 
-from orchestrator.api import dlq
+from orchestrator.api import bulk
+from orchestrator.api.bulk import BulkRedrive
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, schema
+from orchestrator.store import audit, paging, schema
 from tests.api.conftest import Running
 from tests.api.test_job_actions import DLQ, refused
 from tests.factories import hire, history, many_jobs, now, row, rows, set_job, status
@@ -69,6 +70,31 @@ def test_filters_and_pages(api: Running) -> None:
         if (cursor := body["next_cursor"]) is None:
             break
     assert seen == ids[::-1]
+
+
+def test_a_page_may_be_empty_before_the_end(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "WINDOW", 3)
+    (rare,) = bury(api, agent="bob")
+    bury(api, 5)
+    first = api.get("/dlq", params={"agent": "bob"}).json()
+    assert (first["dead_letters"], first["total"], first["at_least"]) == ([], 1, False)
+    rest = api.get("/dlq", params={"agent": "bob", "cursor": first["next_cursor"]}).json()
+    assert ([letter["job_id"] for letter in rest["dead_letters"]], rest["next_cursor"]) == ([rare], None)
+
+
+def test_whoever_changes_letters_looks_at_all_of_them_a_window_at_a_time(
+    api: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "WINDOW", 3)
+    ids = bury(api, 5) + bury(api, 4, agent="bob") + bury(api, 4)
+    set_job(api.db, ids[6], redrives=3)
+    looked = api.post("/dlq/redrive", {"filter": {"agent": "bob"}, "dry_run": True, "max": 2}).json()
+    assert (looked["matched"], looked["exhausted"], looked["sample"]) == (4, 1, [ids[5], ids[7]])
+    # Counted no further than anybody wants to know, once there are enough to change.
+    monkeypatch.setattr(bulk, "MOST_COUNTED", 4)
+    purged = api.post("/dlq/purge", {"filter": {}, "max": 2}).json()
+    assert (purged["matched"], purged["purged"]) == (4, 2)
+    assert api.get(f"/jobs/{ids[1]}").status_code == 404 and api.get(f"/jobs/{ids[2]}").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -145,10 +171,21 @@ def test_a_sample_and_then_the_rest(api: Running, redis_server: Redis) -> None:
 def test_the_filter_chooses(api: Running) -> None:
     echo, sleep, bob = bury(api, 2), bury(api, 2, type="sleep"), bury(api, agent="bob")
     assert api.post("/dlq/redrive", {"filter": {"type": "sleep"}}).json()["redriven"] == 2
-    assert api.post("/dlq/redrive", {"filter": {"job_ids": [echo[0], sleep[0], "nobody"]}}).json()["redriven"] == 1
+    named = api.post("/dlq/redrive", {"filter": {"job_ids": [echo[0], sleep[0], "nobody"]}}).json()
+    assert (named["redriven"], named["unknown"]) == (1, [sleep[0], "nobody"])
     assert api.post("/dlq/purge", {"filter": {"agent": "bob"}}).json()["purged"] == 1
     assert api.get(f"/jobs/{bob[0]}").status_code == 404
     assert statuses(api, [*echo, *sleep]) == ["pending", "dead_letter", "pending", "pending"]
+
+
+@pytest.mark.parametrize(("verb", "done"), [("redrive", "redriven"), ("purge", "purged")])
+def test_of_those_that_are_named_the_others_are_told(maria_api: Running, verb: str, done: str) -> None:
+    (dead,), waiting = bury(maria_api, agent="ann"), maria_api.submit()
+    meant = {"filter": {"job_ids": ["z", dead, waiting, "z"]}}
+    for body, count in ((meant | {"dry_run": True}, 0), (meant, 1)):
+        answer = maria_api.post(f"/dlq/{verb}", body).json()
+        assert (answer["matched"], answer[done], answer["unknown"]) == (1, count, ["z", waiting])
+    assert "unknown" not in maria_api.post(f"/dlq/{verb}", {"filter": {"agent": "ann"}}).json()
 
 
 def test_a_rate_spreads_the_starts_and_not_the_request(api: Running) -> None:
@@ -164,9 +201,10 @@ def test_a_rate_spreads_the_starts_and_not_the_request(api: Running) -> None:
 
 
 def test_rates_are_whole_seconds() -> None:
-    assert [dlq.delay_s(n, 2.5) for n in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
-    assert {dlq.delay_s(n, None) for n in range(8)} == {0.0}
-    assert dlq.delay_s(9_999, 0.001) < 31_536_000
+    delay_s = lambda place, rate: BulkRedrive.model_validate({"rate": rate}).delay_s(place)
+    assert [delay_s(n, 2.5) for n in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert {delay_s(n, None) for n in range(8)} == {0.0}
+    assert delay_s(9_999, 0.001) < 31_536_000
 
 
 @pytest.mark.parametrize(("verb", "done"), [("redrive", "redriven"), ("purge", "purged")])

@@ -63,8 +63,43 @@ def test_a_healthy_instance(api: Running) -> None:
     answer = api.get("/health")
     health = answer.json()
     assert (answer.status_code, health["status"], health["workers"]) == (200, "ok", {"alive": 1})
+    assert health["stale_jobs"] == 0
     assert health["database"] == {"ok": True} and health["redis"] == {"ok": True, "warnings": []}
     assert health["leader"]["holder"] == health["instance"] == api.orchestrator.holder
+
+
+def test_jobs_of_the_dead_are_told_until_somebody_takes_them_back(
+    db: Database, run_api: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "KEEP_S", 0.0)
+    api = led(run_api(database_url=str(db.settings.database_url), worker_timeout_s=45.0))
+    hand, other = hire(api.db), hire(api.db)
+    hand.claim(api.submit(), api.submit())
+    other.claim(api.submit())
+    hire(api.db).go_silent()  # it owns nothing
+    [api.submit() for _ in range(3)]
+    assert (api.get("/health").json()["status"], api.get("/health").json()["stale_jobs"]) == ("ok", 0)
+    api.orchestrator.leader.stop()
+    hand.go_silent(61.0)
+    health = api.get("/health")
+    assert (health.status_code, health.json()["status"], health.json()["stale_jobs"]) == (200, "degraded", 2)
+
+
+def test_stale_jobs_alone_are_a_reason_to_look(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody leads, and does not get to it."""
+    led(api)
+    for known in (lambda: 3, lambda: 0):
+        monkeypatch.setattr(api.backend.probes, "stale_jobs", probes.Probe(known))
+        health = api.get("/health").json()
+        assert (health["leader"]["alive"], health["stale_jobs"]) == (True, known())
+        assert health["status"] == ("degraded" if known() else "ok")
+
+    def away() -> int:
+        raise DatabaseUnavailable("too slow")
+
+    monkeypatch.setattr(api.backend.probes, "stale_jobs", probes.Probe(away))
+    health = api.get("/health").json()
+    assert (health["status"], health["stale_jobs"]) == ("degraded", None)
 
 
 def test_the_leader_is_known(api: Running) -> None:
@@ -165,7 +200,7 @@ def test_values_are_those_of_the_database(
     db: Database, run_api: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody beats for these workers: on a busy machine they would be declared dead before the end of this.
-    api = run_api(database_url=str(db.settings.database_url), worker_timeout_s=60.0)
+    api = run_api(database_url=str(db.settings.database_url), worker_timeout_s=45.0)
     first = hire(led(api).db, gpu(0, 10_000, foreign_mb=2500), gpu(1, 10_000, health=Health.LOST))
     hire(api.db, pool="gold", node="node-2").go_silent(0.5)
     ids = [api.submit() for _ in range(3)] + [api.submit(pool_id="gold")]

@@ -97,7 +97,7 @@ def test_bodies_of_leases_are_read_as_strictly_as_those_of_jobs(api: Running) ->
         b'{"agent":"' + b"x" * 20_000 + b'"}': (413, "payload_too_large"),
     }
     assert {body: answer_to(api, "POST", "/leases", body) for body in cases} == cases
-    assert api.get("/leases").json() == {"leases": []}
+    assert api.get("/leases").json() == {"leases": [], "next_cursor": None}
 
 
 def test_a_batch_of_nonsense_stores_what_is_sound(api: Running) -> None:

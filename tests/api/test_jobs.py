@@ -11,7 +11,7 @@ import pytest
 from orchestrator.api import waiters
 from orchestrator.jobs import ErrorKind
 from orchestrator.policies import Scope, parse
-from orchestrator.store import policies
+from orchestrator.store import paging, policies
 from tests.api.conftest import Running
 from tests.factories import Hand, done, failed, gpu, hire
 from tests.waiting import wait_until
@@ -112,6 +112,38 @@ def test_pages_can_be_filtered(api: Running) -> None:
     assert ids(status="done", agent="alice") == []
 
 
+def test_pages_can_be_of_a_tag(api: Running) -> None:
+    tags = ["red", "RED", "é/ß 🦊", "100%", "100", 'a"b', "a&b=c+d", "x" * 128]
+    alone = {tag: api.submit(tags=[tag]) for tag in tags}
+    every = api.submit(tags=["other", *tags], agent="alice")
+    api.submit(agent="alice")
+    for tag in tags:
+        found = api.get("/jobs", params={"tag": tag}).json()["jobs"]
+        assert [job["job_id"] for job in found] == [every, alone[tag]], tag
+        hers = api.get("/jobs", params={"tag": tag, "agent": "alice", "status": "pending"}).json()["jobs"]
+        assert [(job["job_id"], job["tags"]) for job in hers] == [(every, ["other", *tags])], tag
+
+
+def test_a_page_may_be_empty_before_the_end(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "WINDOW", 3)
+    rare = api.submit(type="rare")
+    for _ in range(7):
+        api.submit()
+    pages: list[list[str]] = []
+    cursor = None
+    while not pages or cursor is not None:
+        params = {"type": "rare"} | ({"cursor": cursor} if cursor else {})
+        page = api.get("/jobs", params=params).json()
+        pages.append([job["job_id"] for job in page["jobs"]])
+        cursor = page["next_cursor"]
+    assert pages == [[], [], [rare]]
+
+
+def test_the_interface_says_that_only_a_missing_cursor_is_the_end(api: Running) -> None:
+    told = api.get("/openapi.json").json()["paths"]["/jobs"]["get"]["description"]
+    assert "fewer rows than `limit`" in told and "null at the end, and only there" in told
+
+
 def test_bad_pages_are_refused(api: Running) -> None:
     bad = [
         {"limit": "0"},
@@ -126,7 +158,8 @@ def test_bad_pages_are_refused(api: Running) -> None:
         {"status": "unknown"},
         {"agent": "bob "},
         {"agent": "a' OR 1=1"},
-        {"tag": "a"},
+        {"tag": ""},
+        {"tag": "x" * 129},
         {"offset": "10"},
     ]
     for params in bad:
@@ -254,7 +287,7 @@ def test_why_a_job_waits(api: Running) -> None:
     assert answer["evidence"]["needed_mb"] == 100
     hire(api.db, gpu(total_mb=50))
     answer = api.get(f"/jobs/{job_id}/explain").json()
-    assert answer["reason"] == "no_gpu" and "needs 100 MB" in answer["message"]
+    assert answer["reason"] == "too_large" and "needs 100 MB" in answer["message"]
     assert [card["against"] for card in answer["evidence"]["gpus"]] == ["no_memory"]
     unknown = api.get("/jobs/nobody/explain")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "job_not_found")

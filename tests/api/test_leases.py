@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from sqlalchemy import select, update
@@ -132,6 +133,10 @@ def test_several_gpus_are_listed(api: Running) -> None:
     body = api.post("/leases", WANT | {"gpu_count": 2}).json()
     assert sorted(one["gpu_uuid"] for one in body["gpus"]) == ["GPU-0", "GPU-1"]
     assert leased_mb(api) == 2000
+    api.post("/leases", WANT | {"min_memory_mb": 10**6, "cpu_fallback": True})
+    both, none = api.get("/leases").json()["leases"]
+    assert both["gpus"] == [{"gpu_uuid": "GPU-0", "gpu_index": 0}, {"gpu_uuid": "GPU-1", "gpu_index": 1}]
+    assert (both["memory_mb"], none["gpus"]) == (1000, [])
 
 
 def test_the_list_opens_nothing(api: Running) -> None:
@@ -152,6 +157,7 @@ def test_unknown_tokens_are_not_found(api: Running) -> None:
     for wrong in ("x", token[:-1], f"{token}%20", f"%20{token}", token.swapcase(), "x" * 5000):
         answer = api.post(f"/leases/{wrong}/heartbeat")
         assert (answer.status_code, answer.json()["code"]) == (404, "lease_not_found"), wrong
+        assert "gpuorch leases list" in answer.json()["detail"]
 
 
 def test_bad_requests_lease_nothing(api: Running) -> None:
@@ -179,8 +185,33 @@ def test_bad_requests_lease_nothing(api: Running) -> None:
         answer = api.http.post("/leases", json=body, headers={"content-type": "application/json"})
         assert answer.status_code in {400, 422}, body
         assert answer.json()["code"] in {"invalid_input", "malformed_body"}, body
-    assert api.get("/leases").json() == {"leases": []}
+    assert api.get("/leases").json() == {"leases": [], "next_cursor": None}
     assert leased_mb(api) == 0
+
+
+@pytest.mark.embedded_too
+def test_the_list_of_leases_has_pages(api: Running) -> None:
+    hire(api.db, gpu(0, 10_000))
+    tokens = [api.post("/leases", WANT | {"min_memory_mb": 100}).json()["token"] for _ in range(5)]
+    seen, pages = [], walk(api, "/leases", "leases")
+    for page in pages:
+        seen += page["leases"]
+        assert not any(secret in str(page) for token in tokens for secret in (token, token_hash(token)))
+    assert [len(page["leases"]) for page in pages] == [2, 2, 1]
+    assert [lease["lease"] for lease in seen] == [token_hash(token)[:12] for token in tokens]
+    assert api.get("/leases").json()["leases"] == seen
+    for params in ({"limit": "0"}, {"limit": "1001"}, {"cursor": "x"}, {"cursor": "A" * 513}, {"offset": "1"}):
+        answer = api.get("/leases", params=params)
+        assert (answer.status_code, answer.json()["field"]) == (422, next(iter(params)))
+
+
+def walk(api: Running, path: str, noun: str, limit: int = 2) -> list[dict[str, Any]]:
+    """All pages of a listing."""
+    pages = [api.get(path, params={"limit": limit}).json()]
+    while (cursor := pages[-1]["next_cursor"]) is not None:
+        pages.append(api.get(path, params={"limit": limit, "cursor": cursor}).json())
+        assert pages[-1][noun], "a page of nothing"
+    return pages
 
 
 @pytest.mark.embedded_too
@@ -190,7 +221,7 @@ def test_concurrent_requests_never_overcommit(api: Running) -> None:
         answers = list(threads.map(lambda _: api.post("/leases", WANT).json()["granted"], range(40)))
     assert Counter(answers) == {True: 9, False: 31}
     assert leased_mb(api) == 9000
-    assert len(api.db.read(leases.active)) == 9
+    assert len(api.db.read(leases.page)[0]) == 9
     assert api.db.read(lambda conn: gpus.list_gpus(conn, 60))[0]["leased_mb"] == 9000
 
 
@@ -246,4 +277,4 @@ def test_only_what_was_granted_is_given_back(api: Running) -> None:
     cancelled.cancel()
     for late in (denied, failed, cancelled):
         api.backend._give_back(late)
-    assert api.get("/leases").json() == {"leases": []}
+    assert api.get("/leases").json()["leases"] == []

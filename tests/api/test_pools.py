@@ -25,7 +25,7 @@ PRELOADS = "stream:orchestrator:preloads"
 @pytest.fixture
 def api(db: Database, run_api: Callable[..., Running]) -> Running:
     """Both databases in turn; workers of a test need not send heartbeats."""
-    return run_api(database_url=str(db.settings.database_url), worker_timeout_s=60.0, reconcile_interval_s=0.1)
+    return run_api(database_url=str(db.settings.database_url), worker_timeout_s=45.0, reconcile_interval_s=0.1)
 
 
 def create(api: Running, pool_id: str = "gold", **fields: Any) -> Any:
@@ -75,7 +75,8 @@ def test_a_pool_is_made_once_and_asked_for_as_often_as_one_likes(api: Running) -
     assert made | body == made
     assert (made["desired_workers"], made["revision"], made["created_at"][-1]) == (1, 1, "Z")
     other = api.post("/workers/pool", body | {"desired_workers": 2})
-    assert "PATCH /workers/pool/gold" in refused(other, 409, "pool_exists")
+    told = refused(other, 409, "pool_exists")
+    assert "gpuorch pools scale" in told and "PATCH /workers/pool/gold" in told
     assert get(api)["desired_workers"] == 1
     assert events(api).count("pool.created") == 1
 
@@ -264,7 +265,8 @@ def test_scaling_keeps_the_revision_and_another_model_raises_it(api: Running) ->
     assert patch(api, model_id="b").json()["revision"] == 2  # no change is none
     assert patch(api).status_code == 200
     assert patch(api, adapter=None).json()["adapter"] is None
-    refused(patch(api, max_workers=2), 422, "invalid_input")
+    told = refused(patch(api, max_workers=2), 422, "invalid_input")
+    assert told.startswith("desired_workers (3) must not exceed max_workers (2)")
     assert [e for e in events(api) if e in {"pool.changed", "pool.swapped"}] == ["pool.changed", *["pool.swapped"] * 2]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator import __version__
 from orchestrator.errors import WorkerLost
-from orchestrator.store import nodes, schema
+from orchestrator.store import nodes, schema, worker_reads
 from orchestrator.store.database import Database
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import take_from_dead
@@ -33,6 +33,22 @@ def lose(api: Running, puppet: Puppet) -> None:
     worker = schema.workers.c.worker_id == puppet.worker_id
     change = schema.workers.update().where(worker).values(status="lost")
     api.db.write(lambda conn: conn.execute(change))
+
+
+def test_the_list_of_workers_has_pages(api: Running) -> None:
+    names = [register(api, worker_id=f"w-{n}").worker_id for n in range(5)]
+    pages = [api.get("/workers", params={"limit": 2}).json()]
+    while (cursor := pages[-1]["next_cursor"]) is not None:
+        pages.append(api.get("/workers", params={"limit": 2, "cursor": cursor}).json())
+    assert [[worker["worker_id"] for worker in page["workers"]] for page in pages] == [
+        names[:2:-1],
+        names[2:0:-1],
+        names[:1],
+    ]
+    assert [worker["worker_id"] for worker in api.get("/workers").json()["workers"]] == names[::-1]
+    for params in ({"limit": "0"}, {"limit": "1001"}, {"cursor": "x"}, {"cursor": "A" * 513}, {"offset": "1"}):
+        answer = api.get("/workers", params=params)
+        assert (answer.status_code, answer.json()["field"]) == (422, next(iter(params)))
 
 
 # --- register ---
@@ -202,9 +218,9 @@ def test_who_leaves_hands_back_what_it_has_uncharged_and_its_memory(api: Running
     hire(api.db, gpu())
     puppet = register(api, node_id="node-1")
     kept, cancelled = api.submit(min_memory_mb=100), api.submit()
-    claims = puppet.all(2)
-    assert [claim["job_id"] for claim in claims] == [kept, cancelled]
-    puppet.sign(claims[0])
+    claims = {claim["job_id"]: claim for claim in puppet.all(2)}
+    assert claims.keys() == {kept, cancelled}
+    puppet.sign(claims[kept])
     api.post(f"/jobs/{cancelled}/cancel")
     for number in (2, 0):  # again is fine
         answer = puppet.leave()
@@ -217,7 +233,7 @@ def test_who_leaves_hands_back_what_it_has_uncharged_and_its_memory(api: Running
     assert listed(api, puppet.worker_id)["status"] == "stopped"
     events = [e.event_type for e in rows(api.db, schema.audit) if e.worker_id == puppet.worker_id and not e.job_id]
     assert events == ["worker.registered", "worker.stopped"]
-    refused(puppet.complete(claims[0]), 409, "not_owner")
+    refused(puppet.complete(claims[kept]), 409, "not_owner")
     refused(puppet.beat(), 410, "worker_lost")
 
 
@@ -231,5 +247,5 @@ def test_a_lost_worker_may_leave_and_stays_lost(api: Running) -> None:
 def test_a_worker_of_ours_says_which_version_it_is(maria_db: Any) -> None:
     worker = nodes.Worker("w", "n", "default", "h", 1, 1, ("echo",), __version__)
     maria_db.write(lambda conn: nodes.register(conn, worker, nodes.Host("sim")))
-    (shown,) = maria_db.read(nodes.list_workers)
+    ((shown,), _) = maria_db.read(worker_reads.page)
     assert (shown["version"], shown["kind"]) == (__version__, "process")

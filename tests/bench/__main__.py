@@ -1,7 +1,8 @@
 """`make bench`: our speed beside what the machine can do, measured in one run, interleaved, as ratios.
 
 python -m tests.bench [--jobs 10000] [--leases 4096] [--submits 50000] [--rounds 3] [--slots 16] [--json]
-                      [--only jobs|leases|batching|pools|flood|caps|publish|shares|map|import|scrape] [--parts 100000]
+                      [--only jobs|leases|heartbeats|batching|pools|flood|caps|publish|shares|map|import|scrape]
+                      [--parts 100000]
 
 `shares`, `map`, `import` and `scrape` are run only when asked for: they take minutes. They exit with 1 when an agent
 does not get its share; when a map of so many parts, whose workers are killed meanwhile, is not exactly what it should
@@ -20,6 +21,7 @@ from pathlib import Path
 from orchestrator.settings import Settings
 from tests.bench import caps, importing, raw
 from tests.bench.flood import COUNT, Flood
+from tests.bench.heartbeats import Beating
 from tests.bench.leases import Leases
 from tests.bench.mapping import Mapping, wrong_with
 from tests.bench.ours import Ours
@@ -98,6 +100,16 @@ def _grants(mariadb: MariaDB, _redis: Redis, options: argparse.Namespace, figure
                 figures[f"{who}: lease grants, {label}"].append(rate)
     finally:
         leases.close()
+
+
+def _heartbeats(mariadb: MariaDB, _redis: Redis, options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    beating = Beating(mariadb.create_database("bench_heartbeats"))
+    try:
+        for way, (rate, commits) in beating.race(options.leases).items():
+            figures[f"{way}: lease heartbeats"].append(rate)
+            figures[f"{way}: commits per heartbeat"].append(commits)
+    finally:
+        beating.close()
 
 
 def _pools(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
@@ -219,6 +231,7 @@ def _scrape(mariadb: MariaDB, redis: Redis, _options: argparse.Namespace, figure
 
 PARTS = {
     "leases": _grants,
+    "heartbeats": _heartbeats,
     "jobs": _round,
     "batching": _batching,
     "pools": _pools,
@@ -253,6 +266,9 @@ def _report(medians: dict[str, float], figures: dict[str, list[float]], options:
     for label in BATCHES.values() if options.only in (None, "leases") else ():
         ratio = medians[f"ours: lease grants, {label}"] / medians[f"raw: lease grants, {label}"]
         ratios[f"lease grants, {label}: ours ÷ raw"] = ratio
+    if options.only in (None, "heartbeats"):
+        ratio = medians["batched: lease heartbeats"] / medians["one by one: lease heartbeats"]
+        ratios["lease heartbeats: batched ÷ one by one"] = ratio
     if options.json:
         print(json.dumps({"per_second": figures, "medians": medians, "ratios": ratios}, indent=1))
         return

@@ -12,6 +12,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import policies, schema
 from tests.cluster import Cluster
 from tests.factories import rows
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 CAPS = {"agent": 2, "host": 1}
@@ -62,7 +63,7 @@ class Capped:
         given = settings.model_copy(update={"worker_slots": 8, "worker_handlers": ("tests.bench.capped_handlers",)})
         self.ledger = folder / "counted.log"
         self._cluster = Cluster(given, folder)
-        schema.metadata.create_all(self._cluster.db.engine)
+        make_tables(self._cluster.db.engine)
         for kind, seats in most.items():
             cap = parse(Scope.CONCURRENCY, {"max": seats})
             put = partial(policies.put, scope=Scope.CONCURRENCY, name=f"{kind}:*", document=cap)

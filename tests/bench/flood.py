@@ -20,9 +20,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema
+from orchestrator.store import schema
 from tests.cluster import Cluster
 from tests.conftest import empty
+from tests.tables import make_tables
 
 RATE = 500
 COUNT, CONNECTIONS = 50_000, 64
@@ -34,7 +35,7 @@ class Flood:
     def __init__(self, database_url: str, redis_url: str, folder: Path) -> None:
         settings = Settings(database_url=database_url, redis_url=redis_url, data_dir=folder, log_level="warning")
         self._cluster = Cluster(settings, folder)
-        migrate.upgrade(self._cluster.db)
+        make_tables(self._cluster.db.engine)
         empty(self._cluster.db)
         _, self._url = self._cluster.serve()
 

@@ -17,9 +17,10 @@ from typing import Any
 from sqlalchemy import select
 
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema
+from orchestrator.store import schema
 from tests.cluster import Cluster
 from tests.conftest import empty
+from tests.tables import make_tables
 
 COUNT = 100_000
 #: Where the first import is interrupted, and at which parts of the second its memory is told.
@@ -40,7 +41,7 @@ class Import:
     def __init__(self, database_url: str, redis_url: str, folder: Path) -> None:
         settings = Settings(database_url=database_url, redis_url=redis_url, data_dir=folder, log_level="warning")
         self._cluster = Cluster(settings, folder)
-        migrate.upgrade(self._cluster.db)
+        make_tables(self._cluster.db.engine)
         empty(self._cluster.db)
         _, self._url = self._cluster.serve()
         self._file = folder / "jobs.jsonl"

@@ -18,6 +18,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import grants, schema
 from orchestrator.store.database import Database
 from tests.bench.trial import connect, marks
+from tests.tables import make_tables
 
 NODES, CARDS = 2, 4
 SIZES = (1000, 2000, 4000, 8000)
@@ -40,7 +41,7 @@ class Leases:
         self._terms = Terms(STALE_S)
         self._raw = connect(database_url)
         schema.metadata.drop_all(self._db.engine)
-        schema.metadata.create_all(self._db.engine)
+        make_tables(self._db.engine)
 
     def close(self) -> None:
         self._raw.close()

@@ -11,10 +11,11 @@ from sqlalchemy import func, select
 from orchestrator.daemon import Orchestrator
 from orchestrator.jobs import NewJob
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema, workflows
+from orchestrator.store import schema, workflows
 from orchestrator.store.database import Database
 from tests.cluster import Cluster, Member
 from tests.processes import children
+from tests.tables import make_tables
 
 #: A worker is killed whenever so much of it is done: while tasks are being made, in the middle, near the end.
 KILLS = (0.001, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 0.999)
@@ -59,7 +60,7 @@ class Mapping:
             max_crashes=100,
         )
         self.cluster = Cluster(self.settings, folder)
-        migrate.upgrade(self.cluster.db)
+        make_tables(self.cluster.db.engine)
         self.peaks = Peaks()
         self.server, _ = self.cluster.serve()
         self.workers = [self._worker(n) for n in range(WORKERS)]

@@ -10,9 +10,10 @@ from sqlalchemy import func, select, text
 from orchestrator.daemon import Orchestrator
 from orchestrator.jobs import NewJob
 from orchestrator.settings import Settings
-from orchestrator.store import nodes, schema
+from orchestrator.store import schema, worker_reads
 from orchestrator.store.dialect import utc_now
 from tests.cluster import Cluster
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 BATCH = 500
@@ -31,7 +32,7 @@ class Ours:
         )
         self.cluster = Cluster(self.settings, folder)
         schema.metadata.drop_all(self.cluster.db.engine)
-        schema.metadata.create_all(self.cluster.db.engine)
+        make_tables(self.cluster.db.engine)
 
     def submit(self, count: int, **fields: Any) -> tuple[float, float]:
         """Seconds to validate `count` jobs, and seconds to make them durable in batches of 500."""
@@ -73,7 +74,7 @@ class Ours:
 
     def mean_batch(self, type: str) -> float | None:
         """Jobs to a call, as the worker's heartbeats told."""
-        (worker,) = self.cluster.db.read(nodes.list_workers)
+        ((worker,), _) = self.cluster.db.read(worker_reads.page)
         mean: float | None = worker["batches"].get(type, {}).get("mean")
         return mean
 

@@ -9,6 +9,7 @@ from sqlalchemy import Executable, text
 from orchestrator.settings import Settings
 from orchestrator.store import outbox, schema
 from orchestrator.store.database import Database
+from tests.tables import make_tables
 
 #: Rows that wait, and how many are taken at a time.
 BACKLOGS = (1_000, 1_000_000)
@@ -32,7 +33,7 @@ class Publishing:
     def __init__(self, database_url: str) -> None:
         self._db = Database(Settings(database_url=database_url, db_timeout_s=300))
         schema.metadata.drop_all(self._db.engine)
-        schema.metadata.create_all(self._db.engine)
+        make_tables(self._db.engine)
 
     def prepare(self) -> None:
         for count in BACKLOGS:

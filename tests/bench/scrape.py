@@ -15,10 +15,11 @@ from sqlalchemy import Connection, text
 
 from orchestrator import tallies
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema
+from orchestrator.store import schema
 from tests.bench.publish import PORTION
 from tests.cluster import Cluster
 from tests.conftest import empty
+from tests.tables import make_tables
 
 BACKLOGS = (1_000, 1_000_000)
 LANES, WORKERS, GPUS = 50, 500, 200
@@ -59,7 +60,7 @@ class Scrape:
             gpu_stale_s=86_400,
         )
         self._cluster = Cluster(settings, folder)
-        migrate.upgrade(self._cluster.db)
+        make_tables(self._cluster.db.engine)
         empty(self._cluster.db)
         self._prepare()
         _, url = self._cluster.serve()

@@ -10,6 +10,7 @@ from orchestrator.pools import PoolSpec
 from orchestrator.settings import Settings
 from orchestrator.store import job_reads, pools, schema
 from tests.cluster import Cluster
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 #: Seconds that the model takes to load: what is measured beside it is ours.
@@ -47,7 +48,7 @@ class Warmth:
         )
         self._cluster = Cluster(settings, folder)
         schema.metadata.drop_all(self._cluster.db.engine)
-        schema.metadata.create_all(self._cluster.db.engine)
+        make_tables(self._cluster.db.engine)
         self._orchestrator = Orchestrator(settings)
         self._orchestrator.start()
         self._cluster._start("worker", {}, str(folder))

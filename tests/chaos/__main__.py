@@ -7,13 +7,9 @@ python -m tests.chaos --break NAME               a build with a guard removed mu
 """
 
 import argparse
-import dataclasses
 import json
-import secrets
 import signal
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +17,31 @@ from tests.chaos import broken, flushall, recovery
 from tests.chaos.faults import FAULTS
 from tests.chaos.kinds import KINDS
 from tests.chaos.run import Plan, Report, run
+from tests.chaos.showing import (
+    SHOWN,
+    concerned,
+    seed_of,
+    show_figures,
+    show_histories,
+    show_traces,
+    show_verdict,
+    show_violations,
+    tell,
+)
 
 #: With --minutes: faults and jobs for each of them.
 FAULTS_PER_MINUTE, JOBS_PER_MINUTE = 20, 2000
-#: Violations of each invariant that are shown, and jobs whose whole history is.
-SHOWN = 5
 
 
 def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
     if options.recovery:
-        return _show(recovery.measure(options.kills, _tell), options)
+        return _show(recovery.measure(options.kills, tell), options)
     if options.flushall:
-        return _show(flushall.measure(options.jobs or 5000, _tell), options)
-    with tempfile.TemporaryDirectory(prefix="orch-broken-") as folder:
-        plan = _plan(options)
-        if options.sabotage:
-            plan = dataclasses.replace(plan, build=broken.build(options.sabotage, Path(folder)))
-        report = run(plan, _tell, options.folder)
+        return _show(flushall.measure(options.jobs or 5000, tell), options)
+    with broken.sabotaged(_plan(options), options.sabotage) as plan:
+        report = run(plan, tell, options.folder)
     return _report(report, options)
 
 
@@ -47,7 +49,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.minutes:
         options.faults = round(options.minutes * FAULTS_PER_MINUTE)
         options.jobs = round(options.minutes * JOBS_PER_MINUTE)
-    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    seed = seed_of(options.seed)
     names = options.only.split(",") if options.only else [fault.name for fault in FAULTS]
     only = [fault for fault in FAULTS if fault.name in names]
     times: dict[str, Any] = {"times": {}} if options.defaults else {}
@@ -65,31 +67,23 @@ def _report(report: Report, options: argparse.Namespace) -> int:
 
 
 def _print(report: Report) -> None:
-    for name, value in report.figures.items():
-        print(f"  {name:28s} {value}")
-    for message, (count, first) in report.traces.items():
-        print(f"  unexpected exception, {count} times: {message}\n{first}\n")
-    jobs = list(dict.fromkeys(violation.job_id for violation in report.violations if violation.job_id))
-    counted = Counter(violation.invariant for violation in report.violations)
-    for invariant, count in counted.most_common():
-        print(f"VIOLATIONS of {invariant}: {count}")
-        for violation in [found for found in report.violations if found.invariant == invariant][:SHOWN]:
-            print(f"  {violation}")
-    for job_id in jobs[:SHOWN]:
-        print(f"  history of {job_id}\n{report.history.of(job_id)}")
+    show_figures(report.figures)
+    show_traces(report.traces)
+    show_violations(report.violations)
+    show_histories(report.violations, report.history)
     if report.violations:
-        print(f"seed {report.plan.seed}: {len(report.violations)} violations, {len(jobs)} jobs concerned")
-    else:
-        print(f"seed {report.plan.seed}: every invariant held")
+        print(f"{len(concerned(report.violations))} jobs concerned")
+    show_verdict(report.plan.seed, report.violations)
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    jobs = list(dict.fromkeys(violation.job_id for violation in report.violations if violation.job_id))
     return {
         "seed": report.plan.seed,
         "figures": report.figures,
         "violations": [str(violation) for violation in report.violations],
-        "histories": {job_id: report.history.of(job_id).splitlines() for job_id in jobs[:SHOWN]},
+        "histories": {
+            job_id: report.history.of(job_id).splitlines() for job_id in concerned(report.violations)[:SHOWN]
+        },
         "exceptions": {message: count for message, (count, _) in report.traces.items()},
     }
 
@@ -98,13 +92,8 @@ def _show(figures: dict[str, Any], options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(figures, indent=1))
     else:
-        for name, value in figures.items():
-            print(f"  {name:28s} {value}")
+        show_figures(figures)
     return 0 if figures["ok"] else 1
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _options() -> argparse.Namespace:

@@ -1,10 +1,17 @@
 """Builds with a guard removed: copies of the packages with a few words changed. The checker must catch each."""
 
 import shutil
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tests.chaos.sites import ROOT
+
+#: Of a run: has a `build`.
+Plan = TypeVar("Plan", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     # Every entry leads to a claim, whatever state its job is in.
     "status-guard": (
         Edit("orchestrator/store/moves.py", "jobs.c.status.in_(sources),", "jobs.c.status.is_not(None),"),
-        Edit("orchestrator/store/claim.py", "jobs.c.queued.in_(CLAIMABLE)", "jobs.c.status.is_not(None)"),
+        Edit("orchestrator/store/offers.py", "jobs.c.queued.in_(CLAIMABLE)", "jobs.c.status.is_not(None)"),
     ),
     # Jobs are in the stream before their rows are committed.
     "publish-before-commit": (
@@ -116,7 +123,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     # The lease of a model outlives its slot.
     "model-lease-leak": (
         Edit(
-            "worker/session.py",
+            "worker/parts.py",
             "        self._custody.after(Departure(slot, model.key, model.gpus))",
             "        _ = Departure(slot, model.key, model.gpus)",
         ),
@@ -136,10 +143,17 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
 }
 
 
+@contextmanager
+def sabotaged(plan: Plan, name: str | None) -> Iterator[Plan]:
+    """The plan with that build, while it exists; without a name as it is."""
+    with tempfile.TemporaryDirectory(prefix="orch-broken-") as folder:
+        yield replace(plan, build=build(name, Path(folder))) if name else plan
+
+
 def build(name: str, folder: Path) -> Path:
     """A copy of the packages with that build's edits; its folder."""
     for package in ("orchestrator", "worker", "sql"):
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, folder / package)  # with what is compiled: files keep their times
     for edit in BUILDS[name]:
         path = folder / edit.path
         text = path.read_text()

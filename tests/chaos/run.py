@@ -16,7 +16,7 @@ import pymysql
 
 from orchestrator.policies import Scope, parse
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, policies
+from orchestrator.store import policies
 from orchestrator.store.database import Database
 from tests.chaos import history
 from tests.chaos.checker import Violation, check
@@ -28,6 +28,7 @@ from tests.chaos.sites import ROOT, SHORT_TIMES, Site, Sites, watch
 from tests.chaos.storm import Storm
 from tests.chaos.watching import Watcher
 from tests.servers import MariaDB, Redis
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 #: Seconds without any job ending after which the rest counts as hung. A job that found no GPU may wait for 36.
@@ -77,10 +78,10 @@ def run(plan: Plan, tell: Callable[[str], None] = lambda _text: None, folder: Pa
 
 
 def prepare(mariadb: MariaDB, folder: Path) -> None:
-    """Migrate and set caps, as an operator would before the first start."""
+    """Make tables and set caps, as an operator would before the first start."""
     db = Database(Settings(database_url=mariadb.url, data_dir=folder))
     try:
-        migrate.upgrade(db)
+        make_tables(db.engine)
         for key, most in CAPS.items():
             cap = parse(Scope.CONCURRENCY, {"max": most})
             db.write(partial(policies.put, scope=Scope.CONCURRENCY, name=key, document=cap))

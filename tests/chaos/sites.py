@@ -15,7 +15,6 @@ from typing import Any, Self
 import httpx
 import pymysql
 
-from orchestrator.children import dying_with_parent
 from orchestrator.settings import Settings
 from tests.chaos.clock import Clock
 from tests.chaos.history import Recorder
@@ -88,9 +87,9 @@ class Site:
             self.settings,
             log,
             path=os.pathsep.join([str(self._build), str(ROOT)]),
-            cwd=self._build,
-            prefix=dying_with_parent([]),
+            build=self._build,
             environment=self.environment,
+            forked=True,
         )
         return self.member
 

@@ -56,7 +56,7 @@ def cluster_settings(
     file = tmp_path_factory.mktemp("client") / "orchestrator.db"
     copyfile(sqlite_with_tables, file)
     given = {"database_url": f"sqlite:///{file}", "redis_url": redis_server.url, "gpu_stale_s": 600.0}
-    given |= {"worker_timeout_s": 60.0}  # nobody is declared dead here because the machine is busy
+    given |= {"worker_timeout_s": 45.0}  # nobody is declared dead here because the machine is busy
     return Settings(**(SHORT | given))
 
 

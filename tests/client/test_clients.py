@@ -31,13 +31,14 @@ from orchestrator.client.operations import operation, streaming
 from orchestrator.errors import ConfigError, JobNotFound
 from orchestrator.jobs import ErrorKind
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema
+from orchestrator.store import paging, schema
 from tests.api.conftest import Running
 from tests.client.conftest import NODE, Orchestrator
 from tests.cluster import Cluster
 from tests.factories import Hand, done, failed, hire, rows
 from tests.proxy import Proxy
 from tests.servers import free_port
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -212,6 +213,35 @@ def test_lists_go_on_over_pages(client: Any, api: Running, monkeypatch: pytest.M
     client.submit_many(jobs(8, agent="lister"))
     client.submit(JOB)
     assert len({job["job_id"] for job in client.jobs(agent="lister")}) == 8
+
+
+def test_lists_go_on_over_pages_in_which_nothing_is(client: Any, api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "WINDOW", 4)
+    rare = [client.submit(JOB | {"type": "rare"})["job_id"]]
+    client.submit_many(jobs(10))
+    rare.insert(0, client.submit(JOB | {"type": "rare"})["job_id"])
+    client.submit_many(jobs(10))
+    assert [job["job_id"] for job in client.jobs(type="rare")] == rare
+
+
+def test_dead_letters_and_workflows_go_on_likewise(client: Any, api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "WINDOW", 2)
+    task = JOB | {"name": "t"}
+    flows = [client.workflows.create([task], agent="ann" if n in (0, 4) else "bob")["workflow_id"] for n in range(5)]
+    client.workflows.cancel(flows[4])
+    client.workflows.cancel(flows[0])
+    hers = [one["workflow_id"] for one in client.workflows.list(status="cancelled", agent="ann")]
+    assert hers == [flows[4], flows[0]]
+    ids = [client.submit(JOB | {"max_attempts": 1, "agent": "ann" if n == 0 else "bob"})["job_id"] for n in range(5)]
+    bury(api, hire(api.db), ids)
+    assert [letter["job_id"] for letter in client.dlq.list(agent="ann")] == ids[:1]
+    assert client.dlq.redrive(agent="ann")["redriven"] == 1
+
+
+def test_lists_can_be_of_a_tag(client: Any) -> None:
+    mine = client.submit(JOB | {"tags": ["a/b & ü", "x"]})["job_id"]
+    client.submit(JOB | {"tags": ["a/b & Ü"]})
+    assert [job["job_id"] for job in client.jobs(tag="a/b & ü")] == [mine]
 
 
 def test_an_address_that_is_none() -> None:
@@ -455,7 +485,7 @@ def restartable(settings: Settings, tmp_path: Path) -> Iterator[Cluster]:
     own = settings.model_copy(update={"database_url": f"sqlite:///{tmp_path / 'cluster.db'}"})
     cluster = Cluster(own, tmp_path, forked=True)
     try:
-        migrate.upgrade(cluster.db)
+        make_tables(cluster.db.engine)
         yield cluster
     finally:
         cluster.close()

@@ -17,7 +17,7 @@ from sqlalchemy import select
 from orchestrator import limits
 from orchestrator.cancellation import Cancellation
 from orchestrator.cli import run
-from orchestrator.client import importing, patience, submitting
+from orchestrator.client import importing, patience
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
 from orchestrator.client.steps import Request
@@ -255,17 +255,16 @@ def test_ctrl_c_lets_what_is_on_its_way_settle_and_says_how_to_go_on(started, ur
     assert sorted(stored(started).values()) == list(range(2000))
 
 
-def test_whoever_stops_it_waits_for_no_more_lines(started, url):
-    stop, endless = (
-        Cancellation(),
-        (importing.Line(n, b'{"type": "echo", "payload": {}}', n) for n in itertools.count(1)),
-    )
+def test_whoever_stops_it_waits_for_no_more_lines(started, url, monkeypatch):
+    monkeypatch.setattr(importing, "BATCH", 20)
+    stop = Cancellation()
+    endless = (importing.Line(n, b'{"type": "echo", "payload": {}}', n) for n in itertools.count(1))
     with Api(url) as api:
         settled = importing.Importing(api, 10.0, stop).settled(endless, "endless")
         first = next(settled)
         stop.cancel()
         rest = list(settled)
-    assert first.created == submitting.BATCH and len(rest) <= limits.of_this_process(importing.THREADS).io.pending + 1
+    assert first.created == 20 and len(rest) <= limits.of_this_process(importing.THREADS).io.pending + 1
     assert len(stored(started)) == first.created + sum(one.created for one in rest)
 
 

@@ -17,12 +17,13 @@ import pytest
 from orchestrator.client import Held, LeaseDenied, LeaseLost, Refused, ServerUnreachable, interrupt, lease
 from orchestrator.client.asking import Grant, this_node, this_user
 from orchestrator.errors import ConfigError
-from orchestrator.store import migrate, schema
+from orchestrator.store import schema
 from tests.client.conftest import NODE, Orchestrator
 from tests.cluster import Cluster
 from tests.factories import gpu, hire
 from tests.proxy import Proxy
 from tests.servers import free_port
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 #: Seconds after which a test gives up; nothing here takes nearly as long.
@@ -281,7 +282,7 @@ def test_a_restart_of_the_server_within_the_time_to_live_loses_nothing(cluster_s
     settings = cluster_settings.model_copy(update={"database_url": f"sqlite:///{tmp_path / 'cluster.db'}"})
     cluster = Cluster(settings, tmp_path, forked=True)
     try:
-        migrate.upgrade(cluster.db)
+        make_tables(cluster.db.engine)
         node = hire(cluster.db, gpu(0), node=NODE)
         port = free_port()
         first, url = cluster.serve(port=port)

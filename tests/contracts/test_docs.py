@@ -148,6 +148,18 @@ def test_no_setting_is_documented_that_does_not_exist():
     assert rows("docs/settings.md").keys() <= settings.FIELDS.keys()
 
 
+def relation_line(relation: settings.Relation) -> str:
+    factor = f" × {relation.times:g}" if relation.times > 1 else ""
+    margin = f" + {relation.margin:g} s" if relation.margin else ""
+    reserve = f" − `{relation.reserve}`" if relation.reserve else ""
+    return f"- `{relation.short}`{factor}{margin} ≤ `{relation.long}`{reserve}: {relation.why}"
+
+
+def test_every_relation_of_settings_is_documented_as_it_is():
+    told = section(TEXTS["docs/settings.md"], "How values must relate")
+    assert [line for line in told.splitlines() if line.startswith("- ")] == list(map(relation_line, settings.RELATIONS))
+
+
 def test_the_precedence_of_settings_is_told_loudly():
     assert "## FLAG > FILE > ENVIRONMENT > DEFAULT" in TEXTS["docs/settings.md"]
     assert "THE FILE BEATS THE ENVIRONMENT" in TEXTS["docs/settings.md"]

@@ -11,10 +11,11 @@ import pytest
 from sqlalchemy import func, select
 
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema
+from orchestrator.store import schema
 from orchestrator.stream.hub import Hub
 from tests.cluster import Cluster, post
 from tests.plain import http
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -34,7 +35,7 @@ def cluster(mariadb, redis_server, tmp_path: Path) -> Iterator[Cluster]:
         worker_slots=8,
     )
     opened = Cluster(given, tmp_path)
-    migrate.upgrade(opened.db)
+    make_tables(opened.db.engine)
     yield opened
     opened.close()
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
 
+ROOT = Path(__file__).parents[2]
 #: Seconds for the whole system to start or stop on a busy two-core machine.
 PATIENCE_S = 45.0
 #: It stops within a second or two: jobs get less time to end.
@@ -30,18 +32,33 @@ class Dev:
     """One `gpuorch dev` in a session of its own, so that a Ctrl-C can be sent to its whole group."""
 
     def __init__(self, directory: Path, port: int, *more: str, given: Mapping[str, str] = SOON) -> None:
+        self.port, self.directory = port, directory
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / f"dev-{os.urandom(4).hex()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator", "dev", "--port", str(port), *more],
-                cwd=directory,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **given},
+                [*self.command(), *more],
+                cwd=self.cwd(),
+                env={**self.environment(), **given},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "orchestrator", "dev", "--port", str(self.port)]
+
+    def cwd(self) -> Path:
+        return self.directory
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    @property
+    def pid(self) -> int:
+        """Of `gpuorch dev` itself."""
+        return self.process.pid
 
     @property
     def output(self) -> str:
@@ -71,12 +88,43 @@ class Dev:
             self.process.wait()
 
 
+class Made(Dev):
+    """The README's `make run` on a machine where nothing else is installed: no program at all is found by its name.
+
+    What it installs is there already: these tests run in it, and its stamp is not looked at (-o).
+    """
+
+    def command(self) -> list[str]:
+        make = shutil.which("make") or "make"
+        data = self.directory / ".data"
+        return [make, "-o", ".venv/.runtime", "run", f"PORT={self.port}", f"DATA_DIR={data}"]
+
+    def cwd(self) -> Path:
+        return ROOT
+
+    def environment(self) -> dict[str, str]:
+        ours = ("MAKE", "MFLAGS", "PYTHON")  # of the `make test` that runs us, and of its tests
+        return {key: value for key, value in os.environ.items() if not key.startswith(ours)} | {"PATH": "/nowhere"}
+
+    @property
+    def pid(self) -> int:
+        lines = alive(descendants(self.process.pid))
+        (pid,) = (pid for pid, line in lines.items() if ".venv/bin/gpuorch dev " in line)
+        return pid
+
+    def kill(self) -> None:
+        """With what make started: it dies without that."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
 @pytest.fixture
 def start(tmp_path) -> Iterator:
     started: list[Dev] = []
 
-    def begin(given: Mapping[str, str] = SOON) -> Dev:
-        started.append(Dev(tmp_path, free_port(), given=given))
+    def begin(*more: str, given: Mapping[str, str] = SOON) -> Dev:
+        started.append(Dev(tmp_path, free_port(), *more, given=given))
         return started[-1]
 
     yield begin
@@ -132,7 +180,7 @@ def test_ctrl_c_leaves_no_process_and_a_restart_keeps_the_jobs(start, tmp_path):
 
 
 def test_a_closed_terminal_leaves_no_process(start):
-    dev = start(BY_DEFAULT).ready()
+    dev = start(given=BY_DEFAULT).ready()
     dev.run("done")
     children = descendants(dev.process.pid)
     assert dev.interrupt(signal.SIGHUP) == 0, dev.output
@@ -175,23 +223,27 @@ def test_ctrl_c_while_it_starts_is_quiet_too(start, after_s):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory) -> Iterator[Dev]:
-    dev = Dev(tmp_path_factory.mktemp("dev"), free_port())
+    own = Path(sys.prefix) == ROOT / ".venv"  # elsewhere there is no such command
+    dev = (Made if own else Dev)(tmp_path_factory.mktemp("dev"), free_port())
     try:
         yield dev.ready()
     finally:
         dev.kill()
 
 
-def test_the_printed_curl_lines_work_as_pasted(running):
-    block = running.output[running.output.index("  curl") : running.output.index("Ctrl-C")]
-    pasted = subprocess.run(["sh", "-c", block], capture_output=True, text=True, timeout=60, check=True)
-    assert '"created":true' in pasted.stdout and '"status":"done"' in pasted.stdout, pasted
+def test_the_curl_lines_of_the_readme_and_those_printed_work_as_pasted(running):
+    readme = (ROOT / "README.md").read_text().partition("\ncurl ")[2].partition("```")[0]
+    written = f"curl {readme}".replace("localhost:8008", f"localhost:{running.port}")
+    printed = running.output[running.output.index("  curl") : running.output.index("Ctrl-C")]
+    for block, created in ((written, "true"), (printed, "false")):
+        pasted = subprocess.run(["sh", "-c", block], capture_output=True, text=True, timeout=60, check=True)
+        assert f'"created":{created}' in pasted.stdout and '"status":"done"' in pasted.stdout, pasted
 
 
 def test_a_second_one_on_the_same_data_is_refused(running):
     second = Dev(running.log.parent, free_port())
     assert second.process.wait(PATIENCE_S) == 1
-    assert re.search(rf"data_dir \.data is in use by process {running.process.pid};", second.output), second.output
+    assert re.search(rf"data_dir \.data is in use by process {running.pid};", second.output), second.output
     assert running.run("still-works")["status"] == "done"
 
 
@@ -202,18 +254,37 @@ def test_a_taken_port_is_named(running):
     assert str(port) in second.output and "--port" in second.output and "Traceback" not in second.output
 
 
-def test_a_worker_that_dies_is_started_again(running):
-    running.run("first")
-    (worker,) = (pid for pid, line in alive(descendants(running.process.pid)).items() if "orchestrator worker" in line)
-    os.kill(worker, signal.SIGKILL)
-    assert running.run("second")["status"] == "done"
-    assert "worker ended, starting it again" in running.output
+@pytest.mark.parametrize(("child", "command"), [("worker", "orchestrator worker"), ("valkey", "valkey-server")])
+def test_a_child_that_dies_is_started_again(running, child, command):
+    running.run(f"before-{child}")
+    (pid,) = (pid for pid, line in alive(descendants(running.process.pid)).items() if command in line)
+    os.kill(pid, signal.SIGKILL)
+    assert running.run(f"after-{child}")["status"] == "done"
+    assert re.search(rf"child process ended, starting it again.*child={child}", running.output), running.output
 
 
-def gpuorch(url: str, *arguments: str) -> subprocess.CompletedProcess:
+def test_a_worker_whose_handlers_are_not_there_ends_everything_and_names_them(start):
+    dev = start("--handlers", "tests.no_such_module")
+    assert dev.process.wait(PATIENCE_S) == 1
+    assert "worker_handlers = 'tests.no_such_module': there is no module 'tests.no_such_module'; correct" in dev.output
+    assert dev.output.endswith("gpuorch: the worker refuses to run; what it says above tells why\n")
+    assert "starting it again" not in dev.output and "Traceback" not in dev.output
+
+
+def gpuorch(url: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GPUORCH_URL": url}
     command = [sys.executable, "-m", "orchestrator", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+def test_doctor_beside_it_looks_at_its_servers(running):
+    shown = gpuorch(running.url, "doctor", "--gpus", "none", cwd=running.log.parent)
+    assert shown.returncode == 0, shown
+    assert re.search(r"✓ redis: redis://:\*+@127.0.0.1:\d+/0, valkey ", shown.stdout), shown.stdout
+    named = gpuorch(running.url, "doctor", "--redis-url", "redis://127.0.0.1:1/0", cwd=running.log.parent)
+    assert named.returncode == 1 and "✗ redis: redis://127.0.0.1:1/0" in named.stdout, "who names one means it"
 
 
 def test_a_command_of_our_own_under_a_lease(running):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
+from orchestrator.store import worker_reads
 from tests.cluster import Cluster, post
 from tests.conftest import SHORT
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -31,7 +32,7 @@ def cluster(mariadb, redis_server, tmp_path_factory: pytest.TempPathFactory) -> 
     url = mariadb.create_database(f"http_{secrets.token_hex(4)}")
     short = SHORT | {"worker_timeout_s": TIMEOUT_S, "worker_heartbeat_s": TIMEOUT_S / 5}
     opened = Cluster(Settings(**short, database_url=url, redis_url=redis_server.url), tmp_path_factory.mktemp("http"))
-    migrate.upgrade(opened.db)
+    make_tables(opened.db.engine)
     yield opened
     opened.close()
 
@@ -63,6 +64,12 @@ def submit(url: str, pool: str, job_id: str, **payload: object) -> None:
     post(url, "/jobs/submit", {"job_id": job_id, "pool_id": pool, "type": "shout", "payload": payload})
 
 
+def counted(cluster: Cluster, pool: str) -> tuple[int, int]:
+    """Jobs that the one worker of a pool did, and that failed there, by its own account."""
+    (counts,) = cluster.db.read(lambda conn: worker_reads.ended_jobs(conn, pool)).values()
+    return counts
+
+
 def test_it_needs_nothing_of_ours():
     modules = {line.split()[1].split(".")[0] for line in EXAMPLE.read_text().splitlines() if line.startswith("import ")}
     assert modules <= sys.stdlib_module_names
@@ -91,6 +98,7 @@ def test_it_runs_jobs_and_tells_what_failed(cluster: Cluster, url: str, start: S
     assert (slow["result"], slow["attempt"]) == ("OUTLIVES THE TIMEOUT", 1)
     wrong = wait_until(lambda: (job := cluster.job("wrong"))["attempt"] > 1 and job, what="it is tried again")
     assert wrong["last_error"] == "KeyError('text')"
+    wait_until(lambda: counted(cluster, "good")[0] == 2 and counted(cluster, "good")[1], what="it tells what it ended")
 
 
 def test_killed_in_the_middle_of_a_job_another_runs_it(cluster: Cluster, url: str, start: Start):

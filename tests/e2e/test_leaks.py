@@ -9,11 +9,11 @@ import pymysql
 import pytest
 
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
 from tests.cluster import Cluster, post
 from tests.conftest import SHORT
 from tests.plain import http
 from tests.servers import MariaDB, Redis
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +48,7 @@ def cluster(private_server, mariadb, marks, tmp_path: Path):
         log_level="debug",
     )
     opened = Cluster(settings, tmp_path)
-    migrate.upgrade(opened.db)
+    make_tables(opened.db.engine)
     yield opened
     opened.close()
 

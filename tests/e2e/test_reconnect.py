@@ -20,12 +20,13 @@ import redis
 from sqlalchemy import func, select
 
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema
+from orchestrator.store import schema
 from tests.cluster import Cluster, Member
 from tests.conftest import SHORT, new_server
 from tests.plain import http
 from tests.proxy import Proxy
 from tests.servers import MariaDB, Redis, free_port
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -122,7 +123,7 @@ class System:
 
     def start(self) -> None:
         self.sql("CREATE USER orch@'127.0.0.1'", "GRANT ALL ON orchestrator.* TO orch@'127.0.0.1'")
-        migrate.upgrade(self.cluster.db)
+        make_tables(self.cluster.db.engine)
         server, self.url = self.cluster.serve()
         self.members = [server, self.cluster.worker()]
         self.wait_green()

@@ -15,7 +15,6 @@ import yaml
 
 from orchestrator.leader.duties import DUTIES
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
 from tests import grafana
 from tests.cluster import Cluster, Member
 from tests.e2e import scrapes
@@ -24,6 +23,7 @@ from tests.e2e.scrapes import PREFIX, Scrape
 from tests.e2e.truth import STREAM, Reading, Truth, Values
 from tests.promql import documented
 from tests.servers import DEPLOYED, Prometheus, Redis
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -77,7 +77,7 @@ def cluster(mariadb, redis, tmp_path: Path) -> Iterator[Cluster]:
         redis_timeout_s=2.5,
     )
     opened = Cluster(given, tmp_path, forked=True)
-    migrate.upgrade(opened.db)
+    make_tables(opened.db.engine)
     yield opened
     opened.close()
 

@@ -13,7 +13,7 @@ import pytest
 from orchestrator import testing
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
+from orchestrator.store import migrate, revisions
 from orchestrator.store.database import Database
 from orchestrator.testing import running
 from tests.processes import alive, children
@@ -53,7 +53,7 @@ def test_a_job_of_our_own_and_no_trace_of_it(handlers_path):
         (folder,) = (Path(tempfile.gettempdir(), name) for name in folders)
         # The same tables as by hand: migrations made them.
         db = Database(Settings(database_url=f"sqlite:///{folder}/scratch.db"))
-        assert not migrate.pending(db)
+        assert not revisions.pending(db)
         db.close()
         # A second one beside it has nothing in common with it.
         with running(gpus="none") as other:
@@ -70,7 +70,14 @@ def test_what_fails_inside_leaves_no_trace_either():
 
 
 @pytest.mark.parametrize(
-    "given", [{"gpus": "many"}, {"workers": 0}, {"no_such_setting": 1}, {"handlers": ["no_such_module"]}]
+    "given",
+    [
+        {"gpus": "many"},
+        {"workers": 0},
+        {"no_such_setting": 1},
+        {"handlers": ["no_such_module"]},
+        {"handlers": ["tests.no_such_module"]},
+    ],
 )
 def test_what_cannot_start_says_so_and_leaves_no_trace(given):
     testing._template()

@@ -11,7 +11,8 @@ from orchestrator.errors import DatabaseUnavailable, StaleEpoch
 from orchestrator.leader import term as term_module
 from orchestrator.leader.term import Candidate, Term, borrow
 from orchestrator.store import leadership, schema
-from orchestrator.store.dialect import ServerLock, utc_shift
+from orchestrator.store.dialect import utc_shift
+from orchestrator.store.dialect.mariadb import ServerLock
 from tests.factories import now, rows
 from tests.waiting import wait_until
 

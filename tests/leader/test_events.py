@@ -15,6 +15,7 @@ from orchestrator.policies import Scope, parse
 from orchestrator.store import policies, schema
 from orchestrator.store.submit import submit_jobs
 from orchestrator.stream.ingest import GROUP
+from orchestrator.telemetry import seldom
 from tests.factories import POLICY, rows
 from tests.servers import Redis
 from tests.waiting import wait_until
@@ -367,3 +368,26 @@ def test_an_orchestrator_that_stops_does_not_wait_until_its_listeners_have_heard
     orchestrator.close()
     assert time.monotonic() - begun < 30
     assert raw.info("clients")["blocked_clients"] == 0
+
+
+def test_a_server_that_is_away_is_told_once_and_so_is_its_return(reader, monkeypatch, caplog):
+    caplog.set_level("INFO", "orchestrator.ingest")
+
+    def away():
+        raise RedisUnavailable("redis://there: refused")
+
+    def told():
+        found = [record.message for record in caplog.records]
+        caplog.clear()
+        return found
+
+    assert reader.attempt() and told() == []
+    for _outage in range(2):
+        with monkeypatch.context() as gone:
+            gone.setattr(reader, "step", away)
+            assert not any(reader.attempt() for _ in range(5))
+        assert told() == ["events wait"]
+        assert reader.attempt() and reader.attempt() and told() == ["events flow again"]
+    monkeypatch.setattr(seldom, "WARN_EVERY_S", 0.0)  # it stays away for long
+    monkeypatch.setattr(reader, "step", away)
+    assert not any(reader.attempt() for _ in range(2)) and told() == ["events wait"] * 2

@@ -89,6 +89,28 @@ def test_a_duty_that_breaks_or_fails_does_not_stop_the_others(raw, leaders, monk
     assert len(DUTIES) > len(table)
 
 
+def test_a_duty_that_fails_again_and_again_is_told_once_and_so_is_its_success(
+    hub, config, open_database, db_url, caplog
+):
+    caplog.set_level(logging.INFO, "orchestrator.leader.loop")
+    opened = open_database(db_url)
+    leader = LeaderLoop(opened, hub, Publisher(opened, hub, config), config, "leader")
+    leader._candidate.tick()
+    away, answers = DatabaseUnavailable("away"), iter("fff.f.")
+
+    def flickers(_context):
+        if next(answers) == "f":
+            raise away
+        return 7
+
+    duty = Duty("flickers", lambda _s: 0.0, flickers)
+    context = leader._current_context()
+    assert context is not None
+    assert [leader._run(duty, context) for _ in range(6)] == [0, 0, 0, 7, 0, 7]
+    assert [record.message for record in caplog.records] == ["duty failed", "duty works again"] * 2
+    leader.close()
+
+
 def test_no_duty_runs_without_a_term(db, config, leaders, monkeypatch, caplog):
     monkeypatch.setattr(Candidate, "tick", lambda _self: None)
     ran = []

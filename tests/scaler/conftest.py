@@ -2,8 +2,6 @@
 
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +12,11 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
 from tests.cluster import Cluster, Member
 from tests.conftest import SHORT
+from tests.forked import Forked
 from tests.servers import MariaDB, Redis
+from tests.tables import make_tables
 
 
 @contextmanager
@@ -31,7 +30,7 @@ def new_cluster(mariadb: MariaDB, redis_server: Redis, folder: Path) -> Iterator
         "worker_timeout_s": 20.0,
     }
     opened = Cluster(Settings(**given), folder, forked=True)
-    migrate.upgrade(opened.db)
+    make_tables(opened.db.engine)
     yield opened
     opened.close()
 
@@ -71,9 +70,10 @@ class Scaler(Member):
 
     def __init__(self, url: str, folder: Path, *flags: str) -> None:
         self.log = folder / f"scaler-{secrets.token_hex(4)}.log"
-        command = [sys.executable, "-m", "orchestrator", "scaler", "--port", "0", "--url", url, *flags]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ))
+        command = ["scaler", "--port", "0", "--url", url, *flags]
+        self.process = Forked(
+            command, dict(os.environ), self.log, loaded=("orchestrator.cli", "orchestrator.scaler.server")
+        )
 
     def address(self) -> str:
         return self.says(r"gpuorch scaler listens on (\S+)")[1]

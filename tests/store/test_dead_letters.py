@@ -4,16 +4,18 @@ import dataclasses
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from math import inf
 from threading import Barrier
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
 from orchestrator import jobs as rules
+from orchestrator.api.bulk import Chosen
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import InvalidInput, JobNotFound, NotRedrivable, RedriveLimit
-from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, dead_letters, leases, schema
+from orchestrator.jobs import ErrorKind, Status
+from orchestrator.store import audit, dead_letters, failures, leases, paging, schema
 from orchestrator.store.dead_letters import Filter
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import take_from_dead
@@ -28,6 +30,7 @@ from tests.factories import (
     gpu,
     hire,
     history,
+    many_jobs,
     new_job,
     now,
     row,
@@ -69,8 +72,10 @@ def purge(db, ids, actor="somebody"):
     return write_as(actor, db, lambda conn: dead_letters.purge(conn, ids))
 
 
-def matching(db, wanted=Filter(), limit=1000, redrive_max=None):  # noqa: B008 - frozen
-    return db.read(lambda conn: dead_letters.matching(conn, wanted, limit, redrive_max))
+def matching(db, wanted=Filter(), limit=1000, redrive_max=inf):  # noqa: B008 - frozen
+    chosen = Chosen(limit, redrive_max)
+    chosen.add(db.read(lambda conn: dead_letters.look(conn, wanted, None))[0])
+    return chosen.ids
 
 
 def untold(db):
@@ -252,8 +257,6 @@ def test_a_job_is_redriven_only_so_often(db):
         redrive_one(db, job_id, most=2)
     assert (row(db, job_id), history(db, job_id)) == before
     assert (matching(db), matching(db, redrive_max=2)) == ([job_id], [])
-    assert db.read(lambda conn: dead_letters.exhausted(conn, Filter(), 2)) == 1
-    assert db.read(lambda conn: dead_letters.exhausted(conn, Filter(), 3)) == 0
 
 
 def test_delays_follow_the_order_that_was_asked_for(db):
@@ -456,7 +459,7 @@ def crowd(db):
 def test_filters(db, crowd, wanted, found):
     expected = [crowd[n] for n in found]
     assert matching(db, wanted) == expected
-    assert db.read(lambda conn: dead_letters.count(conn, wanted)) == len(expected)
+    assert db.read(lambda conn: dead_letters.count(conn, wanted)) == (len(expected), False)
     shown, following = db.read(lambda conn: dead_letters.page(conn, wanted, 10, None))
     assert ([letter["job_id"] for letter in shown], following) == (expected[::-1], None)
 
@@ -509,3 +512,48 @@ def test_a_cursor_of_somebody_else_is_refused(db, cursor):
     """BI-16."""
     with pytest.raises(InvalidInput, match="cursor"):
         db.read(lambda conn: dead_letters.page(conn, Filter(), 10, cursor))
+
+
+# --- windows ---
+
+
+def pages(db, ask):
+    cursor = None
+    while True:
+        found, cursor = db.read(lambda conn, at=cursor: ask(conn, at))
+        yield found
+        if cursor is None:
+            return
+
+
+def test_windows_of_letters_leave_none_out_and_show_none_twice(db, monkeypatch):
+    """Those of one moment, too. One in five is meant: some pages are empty, and only the last has no cursor."""
+    monkeypatch.setattr(paging, "WINDOW", 4)
+    many_jobs(db, 23, status="dead_letter", queued=None, agent=lambda i: "rare" if i % 5 == 2 else "usual")
+    buried = [{"job_id": f"many-{i:06}", "reason": "timeout", "attempts": 3} for i in range(23)]
+    db.write(lambda conn: conn.execute(insert(schema.dead_letters), buried))
+    meant = [f"many-{i:06}" for i in range(2, 23, 5)]
+    wanted = Filter(agent="rare")
+    shown = list(pages(db, lambda conn, at: dead_letters.page(conn, wanted, 3, at)))
+    assert [letter["job_id"] for page in shown for letter in page] == meant[::-1]
+    assert len(shown) == 6 and [] in shown
+    oldest = pages(db, lambda conn, at: dead_letters.look(conn, wanted, at))
+    assert [one.job_id for page in oldest for one in page] == meant
+    by_status = failures.Filter(agent="rare")
+    started = pages(db, lambda conn, at: failures.look(conn, by_status, Status.DEAD_LETTER, at))
+    assert [one.job_id for page in started for one in page] == meant
+
+
+def test_a_count_looks_at_the_latest_and_says_so(db):
+    many_jobs(db, 9, status="dead_letter", queued=None, agent=lambda i: "rare" if i in (0, 8) else "usual")
+    buried = [{"job_id": f"many-{i:06}", "reason": "timeout", "attempts": 3} for i in range(9)]
+    db.write(lambda conn: conn.execute(insert(schema.dead_letters), buried))
+    rare = Filter(agent="rare")
+    for wanted, most, found in (
+        (Filter(), 8, (8, True)),
+        (Filter(), 9, (9, False)),
+        (rare, 8, (1, True)),
+        (rare, 9, (2, False)),
+        (Filter(("many-000000",)), 8, (1, False)),
+    ):
+        assert db.read(lambda conn, w=wanted, n=most: dead_letters.count(conn, w, n)) == found, (wanted, most)

@@ -14,6 +14,7 @@ from orchestrator.store import crews, dispatch, pools, registry, schema
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.dispatch import Claiming, Fetch
 from orchestrator.store.nodes import NO_NODE, Worker
+from orchestrator.store.registry import Told
 from tests.factories import POLICY, gpu, hire, history, is_sqlite, many_jobs, now, row, rows, set_job, status, submit
 from tests.fetchers import claimant, enlist
 from tests.waiting import wait_until
@@ -144,7 +145,7 @@ def test_a_job_that_needs_no_gpu_does_not_wait_for_one(maria_db):
 def test_a_heartbeat_leaves_a_worker_draining_that_somebody_drains(db):
     remote = enlist(db)
     db.write(lambda conn: conn.execute(schema.workers.update().values(status="draining")))
-    db.write(lambda conn: registry.heartbeat(conn, remote.worker_id, 1, None, None))
+    assert db.write(lambda conn: registry.heartbeats(conn, [Told(remote.worker_id, busy=1)])) == [None]
     (worker,) = rows(db, schema.workers)
     assert (worker.status, worker.busy) == ("draining", 1)
 
@@ -185,6 +186,24 @@ def test_who_leaves_while_it_claims_keeps_nothing(maria_db):
         claiming.commit()
         thread.join(10)
     assert (status(maria_db, job_id), history(maria_db, job_id)[-1]) == ("pending", "job.handed_back")
+
+
+def test_a_claim_that_was_rolled_back_leaves_what_its_worker_got_from_another_instance_meanwhile(db):
+    remote, (job_id,) = enlist(db), submit(db)
+    turns = iter([RuntimeError("as a deadlock would"), None])
+
+    def claimant_or_error(fetcher):
+        if error := next(turns):
+            raise error
+        return claimant(fetcher)
+
+    claiming = Claiming([Fetch(remote.worker_id, 1)], claimant_or_error)
+    with pytest.raises(RuntimeError):
+        db.write(claiming)
+    (elsewhere,) = remote.fetch()
+    assert db.write(claiming) == [[]]
+    assert (status(db, job_id), history(db, job_id)) == ("claimed", ["job.submitted", "job.claimed"])
+    assert elsewhere.attempt == 1
 
 
 @pytest.mark.parametrize("turn", range(3))

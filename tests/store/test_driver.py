@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from pymysql.connections import Connection
 from pymysql.constants import SERVER_STATUS
 from sqlalchemy import text
+from sqlalchemy.exc import DataError
 
-from orchestrator.store.driver import QuickConnection
+from orchestrator.cli import versions
+from orchestrator.errors import ServerTooOld
+from orchestrator.store.dialect.driver import QuickConnection
+from orchestrator.store.dialect.mariadb import MariaDB
 
 
 class Colour(StrEnum):
@@ -49,6 +53,56 @@ def test_values_come_back_as_they_were(maria_db, mode):
         for value in TRICKY:
             assert conn.execute(text("SELECT :value"), {"value": value}).scalar() == value
         conn.invalidate()  # the mode is the connection's
+
+
+@pytest.fixture
+def server_mode(mariadb):
+    """`server_mode(MODES)`: what sessions have that say nothing of their own."""
+    with mariadb.connect() as connection, connection.cursor() as cursor:
+        cursor.execute("SELECT @@GLOBAL.sql_mode")
+        (usual,) = cursor.fetchone()
+        yield lambda mode: cursor.execute("SET GLOBAL sql_mode = %s", (mode,))
+        cursor.execute("SET GLOBAL sql_mode = %s", (usual,))
+
+
+def put_into_three_letters(conn, value):
+    conn.exec_driver_sql("CREATE TEMPORARY TABLE IF NOT EXISTS narrow (name VARCHAR(3))")
+    conn.exec_driver_sql(f"INSERT INTO narrow VALUES ('{value}')")
+
+
+def test_what_does_not_fit_is_refused_whatever_the_server_is_used_to(server_mode, mariadb, maria_db, open_database):
+    """Without strict mode it is cut, and an id becomes another's."""
+    server_mode("")
+    with mariadb.connect() as theirs, theirs.cursor() as cursor:
+        cursor.execute("CREATE TEMPORARY TABLE orchestrator_tests.narrow (name VARCHAR(3))")
+        cursor.execute("INSERT INTO orchestrator_tests.narrow VALUES ('longer')")  # so it would go
+    db = open_database(maria_db.settings.database_url)
+
+    def while_migrating(work):
+        with db._dialect.migration_lock(db.engine) as conn:
+            work(conn)
+
+    for session in (db.write, db.read, while_migrating):
+        session(lambda conn: put_into_three_letters(conn, "fit"))
+        with pytest.raises(DataError, match="too long"):
+            session(lambda conn: put_into_three_letters(conn, "longer"))
+
+
+def test_other_modes_stay_what_the_server_says(server_mode, maria_db, open_database):
+    """The library asks for them at its first connection, and writes statements accordingly."""
+    server_mode("ANSI_QUOTES,NO_BACKSLASH_ESCAPES")
+    db = open_database(maria_db.settings.database_url)
+    modes = db.read(lambda conn: conn.execute(text("SELECT @@sql_mode")).scalar()).split(",")
+    assert sorted(modes) == ["ANSI_QUOTES", "NO_BACKSLASH_ESCAPES", "NO_ENGINE_SUBSTITUTION", "STRICT_TRANS_TABLES"]
+
+
+def test_a_database_too_old_for_our_sessions_is_told_by_its_version(mariadb_url, open_database, monkeypatch):
+    """MariaDB 10.2 and MySQL do not know all that a session is told."""
+    monkeypatch.setattr(MariaDB, "MODES", "NO_SUCH_MODE")
+    versions.require_database(open_database(mariadb_url))
+    monkeypatch.setitem(versions.OLDEST, "mysql", ("MariaDB", (99, 0)))
+    with pytest.raises(ServerTooOld, match=r"has version 1\d\.\d+.*needs MariaDB 99.0 or later"):
+        versions.require_database(open_database(mariadb_url))
 
 
 def test_without_an_authority_it_encrypts_as_the_driver_does_and_reads_none():

@@ -11,7 +11,7 @@ from orchestrator.leases import Granted, LeaseRequest, Remains, Terms, token_has
 from orchestrator.store import gpus, grants, leases, nodes, schema
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import Left, Outcome, end_leases
-from tests.factories import STALE_S, Hand, active_leases, done, gpu, hire, row, rows, submit
+from tests.factories import STALE_S, Hand, active_leases, done, gpu, heartbeat, hire, row, rows, submit
 
 
 def leased(db):
@@ -27,10 +27,6 @@ def client_lease(db, memory_mb=1000, **fields):
 
 def release(db, token):
     return db.write(lambda conn: leases.release(conn, token))
-
-
-def heartbeat(db, token):
-    return db.write(lambda conn: leases.heartbeat(conn, token))
 
 
 def purge(db, limit=200, stale_s=STALE_S):

@@ -1,13 +1,17 @@
 """Everything that failed is started over together: failed jobs and dead letters, within what is allowed."""
 
+from datetime import timedelta
+from functools import reduce
+
 import pytest
 from sqlalchemy import insert, select, update
 
+from orchestrator.api.bulk import Chosen
 from orchestrator.jobs import Status
 from orchestrator.store import audit, backlog, dead_letters, failures, schema
 from orchestrator.store.backlog import Left
 from orchestrator.store.failures import Filter
-from tests.factories import many_jobs, write_as
+from tests.factories import many_jobs, now, write_as
 
 
 def ended(db, prefix: str, status: str, count: int = 1, **columns) -> list[str]:
@@ -20,8 +24,17 @@ def ended(db, prefix: str, status: str, count: int = 1, **columns) -> list[str]:
     return ids
 
 
+def choose(db, wanted=None, limit=100, redrive_max=3) -> Chosen:
+    found = []
+    for status in (wanted or Filter()).statuses:
+        chosen = Chosen(limit, redrive_max)
+        chosen.add(db.read(lambda conn, status=status: failures.look(conn, wanted or Filter(), status, None))[0])
+        found.append(chosen)
+    return reduce(Chosen.join, found)
+
+
 def start_over(db, wanted=None, limit=100, redrive_max=3, delay=lambda _n: 0.0):
-    ids = db.read(lambda conn: failures.matching(conn, wanted or Filter(), limit, redrive_max))
+    ids = choose(db, wanted, limit, redrive_max).ids
     return write_as("ann", db, lambda conn: failures.redrive(conn, ids, redrive_max, delay))
 
 
@@ -42,7 +55,7 @@ def test_failed_jobs_and_dead_letters_start_over_and_nothing_else_does(db):
         "done-0": "done",
         "cancelled-0": "cancelled",
     }
-    assert db.read(dead_letters.count) == 0
+    assert db.read(dead_letters.depth) == 0
     (event,) = db.read(lambda conn: audit.of_job(conn, "failed-0"))
     assert (event["event_type"], event["actor"], event["details"]) == ("job.redriven", "ann", {"redrives": 1})
 
@@ -63,14 +76,14 @@ def test_filters(db, wanted, found):
     ended(db, "a", "failed", type="other")
     ended(db, "b", "failed", agent="ann", error_kind="timeout")
     ended(db, "c", "dead_letter", lane="gold")
-    assert sorted(db.read(lambda conn: failures.matching(conn, wanted, 10, 3))) == found
-    assert db.read(lambda conn: failures.count(conn, wanted)) == len(found)
+    chosen = choose(db, wanted)
+    assert (sorted(chosen.ids), chosen.matched) == (found, len(found))
 
 
 def test_who_was_started_over_often_enough_stays(db):
     ended(db, "tired", "failed", redrives=3)
     ended(db, "fresh", "failed", redrives=2)
-    assert db.read(lambda conn: failures.exhausted(conn, Filter(), 3)) == 1
+    assert choose(db).told() == {"matched": 2, "exhausted": 1}
     assert start_over(db).job_ids == ["fresh-0"]
     # Also when it is named, by somebody who looked before the last of its restarts.
     assert db.write(lambda conn: failures.redrive(conn, ["tired-0"], 3, lambda _n: 0.0)).job_ids == []
@@ -87,11 +100,12 @@ def test_a_job_that_was_started_over_meanwhile_is_left_alone(db):
     assert statuses(db)["failed-0"] == "running"
 
 
-def test_counts_and_choices_are_bounded(db):
-    ended(db, "failed", "failed", 5)
-    ended(db, "dead", "dead_letter", 5)
-    assert db.read(lambda conn: failures.count(conn, Filter(), most=7)) == 7
-    assert len(db.read(lambda conn: failures.matching(conn, Filter(), 6, 3))) == 6
+def test_the_oldest_of_both_kinds_are_chosen(db):
+    moment = now(db)
+    ended(db, "failed", "failed", 5, created_at=lambda i: moment + timedelta(seconds=2 * i))
+    ended(db, "dead", "dead_letter", 5, created_at=lambda i: moment + timedelta(seconds=2 * i + 1))
+    chosen = choose(db, limit=4)
+    assert (chosen.ids, chosen.matched) == (["failed-0", "dead-0", "failed-1", "dead-1"], 10)
 
 
 def test_what_is_left_of_a_lane(db):
@@ -111,7 +125,7 @@ def test_tasks_of_a_workflow_are_neither_counted_nor_in_the_way(db):
     """They start over with their workflow; the oldest of all, they would fill every choice."""
     ended(db, "task", "failed", 3, workflow_id="w")
     ended(db, "failed", "failed", 1)
-    assert db.read(lambda conn: failures.count(conn, Filter())) == 1
+    assert choose(db).matched == 1
     assert start_over(db, limit=1).job_ids == ["failed-0"]
     # Also when they are named.
     assert db.write(lambda conn: failures.redrive(conn, ["task-0"], 3, lambda _n: 0.0)).job_ids == []

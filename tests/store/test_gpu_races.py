@@ -1,11 +1,10 @@
 """What could use GPU memory twice, or keep it from those who wait, when things happen in an unusual order."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import event, select, text, update
+from sqlalchemy import event, select, update
 
 from orchestrator.gpu import GpuProcess, Health
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, Remains, ResidentSlot, Terms
@@ -16,7 +15,6 @@ from orchestrator.store.dialect import utc_shift
 from orchestrator.store.gpus import Gate
 from orchestrator.store.settle import Left, never_started
 from tests.factories import GATE_PCT, STALE_S, active_leases, done, gpu, hire, rows, set_job, submit
-from tests.waiting import wait_until
 
 
 def at_once() -> Terms:
@@ -391,24 +389,19 @@ def test_the_account_of_a_host_that_tells_nothing_has_an_end(db):
     assert isinstance(ask(db, 100, host_memory_mb=2**31 - 1), Denied)
 
 
-def test_a_heartbeat_waits_for_a_turn_of_the_ledger_and_never_deadlocks_with_it(maria_db):
+def test_a_heartbeat_passes_over_a_turn_of_the_ledger_and_never_deadlocks_with_it(maria_db):
     """The turn ends one lease and then occupies another, with GPUs locked in between."""
     db, failures = maria_db, list[object]()
     hand = hire(db, gpu())
     model, leaving = warm_up(hand), warm_up(hand, number=2)
     (job,) = submit(db, min_memory_mb=4000)
-    waits = text("SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'UPDATE orchestrator_leases%'")
 
     def turn(conn):
         leases.lock(conn, [leaving.key, model.key])
-        with ThreadPoolExecutor(1) as pool:
-            beat = pool.submit(hand.beat, busy=1)
-            # On this connection: the server ends a transaction that idles.
-            wait_until(lambda: conn.execute(waits).scalar_one(), what="a waiting heartbeat")
-            leases.free(conn, [leaving.key])
-            assert residency.occupy(conn, model, job, hand.worker_id)
-            conn.commit()
-            beat.result()
+        hand.beat(busy=1)
+        leases.free(conn, [leaving.key])
+        assert residency.occupy(conn, model, job, hand.worker_id)
+        conn.commit()
 
     def on_error(context):
         failures.append(context.original_exception.args[0])
@@ -419,4 +412,4 @@ def test_a_heartbeat_waits_for_a_turn_of_the_ledger_and_never_deadlocks_with_it(
             turn(conn)
     finally:
         event.remove(db.engine, "handle_error", on_error)
-    assert 1213 not in failures
+    assert failures == []

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Settings
-from orchestrator.store import migrate
+from orchestrator.store import migrate, revisions
 from orchestrator.store.database import Database
 from orchestrator.store.schema import metadata
 from tests.servers import MariaDB
@@ -93,6 +94,12 @@ def test_a_migrated_database_is_the_one_of_schema_py(empty_database):
         assert statements(migrated) == statements(created)
 
 
+def test_the_scripts_are_known_by_their_file_names():
+    directory = ScriptDirectory(str(revisions.directory()))
+    assert revisions.known() == [script.revision for script in directory.walk_revisions()][::-1]
+    assert revisions.head() == directory.get_current_head()
+
+
 def test_microseconds_and_constraints_arrive(empty_database):
     db = empty_database("migrated")
     migrate.upgrade(db)
@@ -104,14 +111,14 @@ def test_microseconds_and_constraints_arrive(empty_database):
 
 def test_upgrading_twice_changes_nothing(empty_database):
     db = empty_database("migrated")
-    assert migrate.current_revision(db) is None
-    assert migrate.pending(db)
+    assert revisions.current(db) is None
+    assert revisions.pending(db)
     migrate.upgrade(db)
     before = reflected(db)
     migrate.upgrade(db)
     assert reflected(db) == before
-    assert migrate.current_revision(db) == migrate.head_revision()
-    assert not migrate.pending(db)
+    assert revisions.current(db) == revisions.head()
+    assert not revisions.pending(db)
 
 
 def test_a_migration_that_was_killed_half_way_continues(empty_database):
@@ -126,9 +133,9 @@ def test_a_database_of_a_later_version_is_left_alone(empty_database):
     db = empty_database("migrated")
     migrate.upgrade(db)
     db.write(lambda conn: conn.execute(text("UPDATE alembic_version SET version_num = '9999'")))
-    assert not migrate.pending(db)
+    assert not revisions.pending(db)
     migrate.upgrade(db)
-    assert migrate.current_revision(db) == "9999"
+    assert revisions.current(db) == "9999"
 
 
 def test_processes_that_upgrade_at_once_all_succeed(empty_database):
@@ -153,12 +160,12 @@ def test_processes_that_upgrade_at_once_all_succeed(empty_database):
         process.stdin.flush()
     ends = [(process.communicate(timeout=60)[1], process.returncode) for process in upgrades]
     assert [code for _, code in ends] == [0, 0, 0], ends
-    assert not migrate.pending(db)
+    assert not revisions.pending(db)
 
 
 def test_a_database_that_is_away_is_named_without_its_password():
     db = Database(Settings(database_url="mysql+pymysql://me:hunter2@127.0.0.1:1/jobs", db_timeout_s=1.0))
-    for operation in (migrate.upgrade, migrate.pending):
+    for operation in (migrate.upgrade, revisions.pending):
         with pytest.raises(DatabaseUnavailable, match=r"me:\*\*\*@127\.0\.0\.1") as away:
             operation(db)
         assert "hunter2" not in str(away.value)

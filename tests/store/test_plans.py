@@ -17,7 +17,6 @@ from orchestrator.store import (
     blocked,
     dead_letters,
     dispatch,
-    failures,
     flows,
     gates,
     gpus,
@@ -27,12 +26,14 @@ from orchestrator.store import (
     load,
     nodes,
     outbox,
+    paging,
     reports,
     residency,
     retention,
     schema,
     tallies,
     withdraw,
+    worker_reads,
 )
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.hot import Hot
@@ -83,6 +84,7 @@ def crowd(db) -> Hand:
     owned("pending", "ready", 300, "elsewhere", lane="idle-later", start_by=moment)
     owned("running", None, 10, "late", worker_id="somebody-else", expires_at=moment)
     owned("pending", "blocked", 500, "gated", blocked_on=lambda i: ("capacity", "quiet")[i % 2], cost_units=1.0)
+    owned("skipped", None, 300, "task", workflow_id="flow")
     owned("dead_letter", None, LETTERS, "dead", type=lambda i: f"type-{i % 7}")
     db.write(
         lambda conn: conn.execute(
@@ -197,7 +199,7 @@ HOT = {
     ),
     "jobs of a worker": (
         lambda c, h: take_from_dead(c, h.by, POLICY, 100),
-        "ix_jobs_worker|ix_jobs_status",
+        "ix_jobs_status",
         70,  # everything that is owned, at most: never the history
     ),
     "page of all": (lambda c, _: job_reads.page(c, Filter(), 50, None), "ix_jobs_created", 51),
@@ -206,6 +208,7 @@ HOT = {
         "ix_jobs_status",
         51,
     ),
+    "page by workflow": (lambda c, _: job_reads.page(c, Filter(workflow_id="flow"), 50, None), "ix_jobs_workflow", 51),
     "page by agent": (lambda c, _: job_reads.page(c, Filter(agent="agent-3"), 50, None), "ix_jobs_agent", 51),
     "overdue": (lambda c, _: withdraw.expire_overdue(c, 100), "ix_jobs_expiry", 21),  # and those that run, late
     "to stop": (
@@ -253,6 +256,16 @@ def first_select(engine, call, verb="SELECT"):
     return selects(engine, call, verb)[0]
 
 
+def analyzed(crowded, call):
+    """What the first statement reads, and along which indexes."""
+    return analyzed_statement(crowded, *first_select(crowded.db.engine, call))
+
+
+def analyzed_statement(crowded, statement, parameters):
+    with crowded.db.engine.connect() as connection:
+        return connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+
+
 @pytest.fixture(scope="module")
 def crowded(mariadb_with_tables):
     empty(mariadb_with_tables)
@@ -266,13 +279,9 @@ def crowded(mariadb_with_tables):
 @pytest.mark.parametrize("name", HOT)
 def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name):
     call, index, most = HOT[name]
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: call(conn, crowded))
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
-        connection.rollback()
+    plan = analyzed(crowded, lambda conn: call(conn, crowded))
     (step,) = plan
-    assert step["key"] in index.split("|"), dict(step)
+    assert step["key"] == index, dict(step)
     assert step["type"] not in {"ALL", "index"} or name == "page of all", dict(step)
     assert float(step["r_rows"]) <= most, dict(step)
     # A few rows of two states may be sorted; a backlog may not.
@@ -291,11 +300,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_whether_there_is_anything_to_do_is_told_by_the_first_of_it(crowded, name):
     about: dict[str, Any] = {"lock": "leader", "mine": 1, "silent_since_s": -60.0, "ended_since_s": -1e7}
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: QUESTIONS[name].rows(conn, **about))
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
-        connection.rollback()
+    plan = analyzed(crowded, lambda conn: QUESTIONS[name].rows(conn, **about))
     read = {(step["table"], step["key"]): float(step["r_rows"] or 0) for step in plan}
     assert sum(read.values()) <= 80, read  # everything that is owned, at most: never the backlog or the history
 
@@ -316,11 +321,8 @@ FORGETTING = {
 @pytest.mark.parametrize("name", FORGETTING)
 def test_a_look_for_what_is_old_is_bounded_whatever_is_kept(crowded, name):
     call, most = FORGETTING[name]
-    engine = crowded.db.engine
-    for statement, parameters in selects(engine, call):
-        with engine.connect() as connection:
-            plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
-            connection.rollback()
+    for statement in selects(crowded.db.engine, call):
+        plan = analyzed_statement(crowded, *statement)
         read = sum(float(step["r_rows"] or 0) for step in plan)
         assert read <= most, [dict(step) for step in plan]
 
@@ -332,9 +334,13 @@ LETTERS_READ = {
     "page": (lambda c: dead_letters.page(c, dead_letters.Filter(), 50, None), "ix_dead_letters_time", 51),
     # agent-3 has thousands of jobs; every 20th letter is its own.
     "page of an agent": (lambda c: dead_letters.page(c, _AGENT, 10, None), "ix_dead_letters_time", 220),
-    "to redrive": (lambda c: dead_letters.matching(c, dead_letters.Filter(), 100, 3), "ix_dead_letters_time", 100),
-    "count of an agent": (lambda c: dead_letters.count(c, _AGENT), "ANY", LETTERS),
-    "count of a type": (lambda c: dead_letters.count(c, dead_letters.Filter(type="type-3")), "ANY", LETTERS),
+    "to redrive": (lambda c: dead_letters.look(c, dead_letters.Filter(), None), "ix_dead_letters_time", LETTERS),
+    "count of an agent": (lambda c: dead_letters.count(c, _AGENT, 100), "ix_dead_letters_time", 101),
+    "count of a type": (
+        lambda c: dead_letters.count(c, dead_letters.Filter(type="type-3"), 100),
+        "ix_dead_letters_time",
+        101,
+    ),
     "redrive": (
         lambda c: dead_letters.redrive(c, [f"dead-{i:06}" for i in range(50)], 3, lambda _n: 0.0),
         "PRIMARY",
@@ -348,14 +354,11 @@ LETTERS_READ = {
 def test_dead_letters_lead_to_their_jobs_and_never_the_reverse(crowded, name):
     """By an index of the jobs, filters would walk over the history of a type or an agent."""
     call, index, most = LETTERS_READ[name]
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, call)
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
-        connection.rollback()
+    joined = next(one for one in selects(crowded.db.engine, call) if "JOIN" in one[0])
+    plan = analyzed_statement(crowded, *joined)
     letters, job = plan
     assert (letters["table"], job["table"]) == ("dead_letters", "orchestrator_jobs"), plan
-    assert index in {letters["key"], "ANY"}, dict(letters)
+    assert index == letters["key"], dict(letters)
     assert float(letters["r_rows"]) <= most, dict(letters)
     assert (job["type"], job["key"]) == ("eq_ref", "PRIMARY"), dict(job)
 
@@ -371,6 +374,7 @@ LEASES_READ = {
     "warm nodes": (lambda c, h: residency.warm_nodes(c, {"m"}), "ix_leases_expiry", 400),
     "unwatched": (lambda c, h: leases._free_unwatched(c, 5.0, 100), "ix_leases_expiry", 11),
     "held": (lambda c, h: leases.free(c, _KEYS), "PRIMARY", 8),
+    "page": (lambda c, h: leases.page(c, 50), "ix_leases_expiry", 400),
     "revoked": (lambda c, h: leases.revoke(c, {"GPU-0": "lost"}), "ix_leases_expiry", 400),
 }
 
@@ -378,11 +382,7 @@ LEASES_READ = {
 @pytest.mark.parametrize("name", LEASES_READ)
 def test_what_is_over_costs_those_nothing_who_look_for_live_leases(crowded, name):
     call, index, most = LEASES_READ[name]
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: call(conn, crowded))
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
-        connection.rollback()
+    plan = analyzed(crowded, lambda conn: call(conn, crowded))
     first, *shares = plan
     assert (first["table"], first["key"]) == ("orchestrator_leases", index), plan
     assert float(first["r_rows"]) <= most, dict(first)
@@ -421,20 +421,48 @@ def test_jobs_are_ended_by_their_keys_not_by_a_walk_over_all_that_run(crowded, c
 
 
 def test_a_look_for_overruns_reads_what_is_owned_and_never_the_history(crowded):
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: reports.overruns(conn, 10.0, 100))
-    with engine.connect() as connection:
-        owned, worker = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    owned, worker = analyzed(crowded, lambda conn: reports.overruns(conn, 10.0, 100))
     assert (owned["table"], owned["key"]) == ("orchestrator_jobs", "ix_jobs_status"), dict(owned)
     assert float(owned["r_rows"]) <= 70, dict(owned)
     assert worker["key"] == "PRIMARY", dict(worker)
 
 
+#: Both walk over what is owned, and find each owner by its key.
+OWNERS = {
+    "dead owners": lambda c: nodes.dead_owners(c, 500),
+    "stale jobs": lambda c: worker_reads.stale_jobs(c, 60.0),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_the_dead_are_found_among_what_is_owned_and_never_in_the_history(crowded, name):
+    plan = analyzed(crowded, OWNERS[name])
+    steps = {step["table"]: step for step in plan}
+    owned, owners = steps["orchestrator_jobs"], steps["workers"]
+    assert (owned["key"], owned["type"]) == ("ix_jobs_status", "range"), plan
+    assert float(owned["r_rows"]) <= 70, plan
+    assert (owners["key"], owners["type"]) == ("PRIMARY", "eq_ref"), plan
+
+
+def test_stale_jobs_are_counted_up_to_a_limit(crowded):
+    plan = analyzed(crowded, lambda conn: worker_reads.stale_jobs(conn, 60.0, most=15))
+    (owned,) = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert float(owned["r_rows"]) <= 16, plan
+
+
+def test_a_heartbeat_reads_the_live_leases_of_its_node_and_none_that_are_over(crowded):
+    mine = {crowded.worker_id: "node-1"}
+    renewed = selects(crowded.db.engine, lambda conn: nodes.renew_leases(conn, mine))
+    looked = selects(crowded.db.engine, lambda conn: nodes._not_renewed(conn, mine, 5.0))
+    (found,), (step,), (old,) = (analyzed_statement(crowded, *one) for one in [*renewed, *looked])
+    for look in (found, old):
+        assert (look["key"], float(look["r_rows"])) == ("ix_leases_node", 20), dict(look)
+    # By their keys alone: whoever ends a lease changes the index of its node, and would wait for us there.
+    assert (step["key"], float(step["r_rows"])) == ("PRIMARY", 15), dict(step)
+
+
 def test_which_lanes_have_work_is_one_row_for_each_and_not_their_backlog(crowded):
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: outbox.lanes_with(conn, Queued.READY, Queued.ANNOUNCED))
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    plan = analyzed(crowded, lambda conn: outbox.lanes_with(conn, Queued.READY, Queued.ANNOUNCED))
     backlogs = [step for step in plan if step["table"] == "orchestrator_jobs"]
     assert [backlog["key"] for backlog in backlogs] == ["ix_jobs_queue"] * 2, plan
     assert all(float(backlog["r_rows"] or 0) <= 1 for backlog in backlogs), plan
@@ -446,41 +474,23 @@ COUNTED = {
     "depth of a lane": (lambda c: gates.waiting_in(c, "default", 100), "ix_jobs_queue", 101),
     "jobs of a status": (lambda c: job_reads._counted(c, Status.DONE, 100), "ix_jobs_status", 101),
     "unfinished": (lambda c: job_reads._unfinished(c, Status.PENDING, 100), "ix_jobs_status", 101),
-    "failed jobs": (lambda c: failures.count(c, failures.Filter((Status.DONE,)), most=100), "ix_jobs_status", 101),
-    "failed jobs to start over": (
-        lambda c: failures.matching(c, failures.Filter((Status.DONE,)), 100, 3),
-        "ix_jobs_status",
-        101,
-    ),
 }
 
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_count_stops_at_its_limit(crowded, name):
     call, index, most = COUNTED[name]
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, call)
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    plan = analyzed(crowded, call)
     (step,) = [step for step in plan if step["table"] == "orchestrator_jobs"]
     assert step["key"] == index, dict(step)
     assert float(step["r_rows"]) <= most, dict(step)
 
 
 def test_what_is_left_of_a_lane_is_counted_up_to_a_limit(crowded):
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: backlog.left(conn, "default", 100))
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    plan = analyzed(crowded, lambda conn: backlog.left(conn, "default", 100))
     steps = [step for step in plan if step["table"] == "orchestrator_jobs"]
     assert sorted(step["key"] for step in steps) == ["ix_jobs_queue"] * 3 + ["ix_jobs_status"], plan
     assert all(float(step["r_rows"] or 0) <= 101 for step in steps), plan
-
-
-def analyzed(crowded, call):
-    statement, parameters = first_select(crowded.db.engine, call)
-    with crowded.db.engine.connect() as connection:
-        return connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
 
 
 def test_depths_pass_the_entries_of_what_waits_and_no_row_and_no_history(crowded):
@@ -532,10 +542,7 @@ def test_a_fold_walks_along_the_ids_and_finds_jobs_by_their_keys(crowded):
 
 
 def test_what_an_autoscaler_is_told_is_counted_up_to_a_limit(crowded):
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, lambda conn: conn.execute(load._counts("default", 100)).one())
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    plan = analyzed(crowded, lambda conn: conn.execute(load._counts("default", 100)).one())
     steps = [step for step in plan if step["table"] == "orchestrator_jobs"]
     assert sorted(step["key"] for step in steps) == ["ix_jobs_due"] + ["ix_jobs_queue"] * 3 + ["ix_jobs_status"], plan
     assert all(float(step["r_rows"] or 0) <= 101 for step in steps), plan
@@ -551,10 +558,7 @@ LOOKED_AT = {
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_ages_and_latencies_are_those_at_the_head_of_a_lane_and_not_of_its_backlog(crowded, name):
     call, most = LOOKED_AT[name]
-    engine = crowded.db.engine
-    statement, parameters = first_select(engine, call)
-    with engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+    plan = analyzed(crowded, call)
     (step,) = [step for step in plan if step["table"] == "orchestrator_jobs"]
     assert step["key"] == "ix_jobs_queue", dict(step)
     assert float(step["r_rows"]) <= most, dict(step)
@@ -562,14 +566,65 @@ def test_ages_and_latencies_are_those_at_the_head_of_a_lane_and_not_of_its_backl
 
 
 def test_the_second_page_reads_no_more_than_the_first(crowded):
-    engine = crowded.db.engine
-    for wanted in (Filter(), Filter(status=Status.DONE), Filter(agent="agent-3")):
+    for wanted in (Filter(), Filter(status=Status.DONE), Filter(agent="agent-3"), Filter(workflow_id="flow")):
         _, cursor = crowded.db.read(lambda conn, w=wanted: job_reads.page(conn, w, 50, None))
-        statement, parameters = first_select(engine, lambda conn, w=wanted, at=cursor: job_reads.page(conn, w, 50, at))
-        with engine.connect() as connection:
-            (step,) = connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
-            connection.rollback()
+        (step,) = analyzed(crowded, lambda conn, w=wanted, at=cursor: job_reads.page(conn, w, 50, at))
         assert float(step["r_rows"]) <= 110, (wanted, dict(step))
+
+
+#: Filters of which an index has a part or nothing, and that index. None of them finds a page.
+UNLED = {
+    "pool": (Filter(pool_id="nowhere"), "ix_jobs_created"),
+    "type": (Filter(type="unheard-of"), "ix_jobs_created"),
+    "tag": (Filter(tag="unheard-of"), "ix_jobs_created"),
+    "pool and type": (Filter(pool_id="default", type="unheard-of"), "ix_jobs_created"),
+    "workflow and type": (Filter(workflow_id="flow", type="unheard-of"), "ix_jobs_workflow"),
+    "agent and type": (Filter(agent="agent-3", type="unheard-of"), "ix_jobs_agent"),
+    "agent and status": (Filter(agent="agent-3", status=Status.FAILED), "ix_jobs_agent"),
+    "agent and what is owned": (Filter(agent="agent-99", status=Status.RUNNING), "ix_jobs_status"),
+    "workflow, tag and status": (
+        Filter(workflow_id="flow", tag="unheard-of", status=Status.SKIPPED),
+        "ix_jobs_workflow",
+    ),
+    "status and pool": (Filter(status=Status.DONE, pool_id="nowhere"), "ix_jobs_status"),
+}
+
+
+@pytest.mark.parametrize("name", UNLED)
+def test_a_page_of_what_no_index_has_looks_at_a_window(crowded, monkeypatch, name):
+    """The first page and the second: as many entries of an index, and no more rows than that."""
+    monkeypatch.setattr(paging, "WINDOW", 150)
+    wanted, index = UNLED[name]
+    found, cursor = crowded.db.read(lambda conn: job_reads.page(conn, wanted, 50, None))
+    assert found == []
+    for at in (None, cursor):
+        asked = selects(crowded.db.engine, lambda conn, at=at: job_reads.page(conn, wanted, 50, at))
+        plans = [analyzed_statement(crowded, *one) for one in asked]
+        assert [step["key"] for (step,) in plans] == [index] * 2, plans
+        assert "Using index" in plans[0][0]["Extra"], plans  # no row is read for the end of the window
+        assert all("filesort" not in step["Extra"] for (step,) in plans), plans
+        assert all(float(step["r_rows"] or 0) <= 151 for (step,) in plans), plans
+
+
+@pytest.mark.parametrize("name", UNLED)
+def test_a_page_of_what_no_index_has_follows_one_on_sqlite(
+    sqlite_with_tables, tmp_path, open_database, monkeypatch, name
+):
+    """By the index of its lane, say, all of that would be sorted."""
+    path = tmp_path / "copy.db"
+    path.write_bytes(sqlite_with_tables.read_bytes())
+    db = open_database(f"sqlite:///{path}")
+    monkeypatch.setattr(paging, "WINDOW", 5)
+    many_jobs(db, 20, workflow_id="flow", agent="agent-3", status="done", queued=None)
+    wanted, index = UNLED[name]
+    asked = selects(db.engine, lambda conn: job_reads.page(conn, wanted, 50, None))
+    assert len(asked) == 2
+    for statement, parameters in asked:
+        with db.engine.connect() as connection:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).mappings().all()
+        assert index in plan[0]["detail"], [step["detail"] for step in plan]
+        # Jobs of one moment may be sorted.
+        assert not any("B-TREE FOR ORDER BY" in step["detail"] for step in plan), [step["detail"] for step in plan]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, text, update
+from sqlalchemy import event, insert, text, update
 
 from orchestrator import pools as rules
 from orchestrator.crews import Crew, Plan, PoolView, plan
@@ -177,6 +177,29 @@ def test_a_pool_is_found_among_thousands(db):
     assert db.read(lambda conn: pools.open_ids(conn, 10)) == []
 
 
+def test_a_pool_whose_worker_is_replaced_while_it_is_looked_at_shows_no_slots_of_members_that_it_does_not_name(db):
+    create(db)
+    old = hire(db, pool="gold")
+    old.beat(ready=1)
+
+    meanwhile = [
+        lambda: db.write(lambda conn: nodes.deregister(conn, old.worker)),
+        lambda: hire(db, pool="gold", node="b"),
+    ]
+
+    def replace_worker(*_: Any) -> None:
+        while meanwhile:
+            meanwhile.pop(0)()
+
+    event.listen(db._reader, "after_cursor_execute", replace_worker)
+    try:
+        seen = get(db)
+    finally:
+        event.remove(db._reader, "after_cursor_execute", replace_worker)
+    assert [member["node_id"] for member in get(db)["members"]] == ["b"]
+    assert (seen["workers"], seen["ready_slots"]) == (len(seen["members"]), sum(m["ready"] for m in seen["members"]))
+
+
 def test_a_pool_of_a_deleted_ones_name_begins_with_a_revision_that_nobody_has_seen(db):
     """Whoever still serves the old one must not pass for a worker of the new: its model is another."""
     for revision in (1, 3):
@@ -244,7 +267,7 @@ def test_a_lane_without_a_pool_is_open(db):
 
 def test_a_drain_waits_for_a_claim_under_way(maria_db, open_database):
     """INV-22: the claim has read that the pool is open; the drain must not answer before it is committed."""
-    db = open_database(str(maria_db.settings.database_url), worker_timeout_s=60.0, db_timeout_s=30.0)
+    db = open_database(str(maria_db.settings.database_url), worker_timeout_s=45.0, db_timeout_s=30.0)
     create(db)
     # Not innodb_trx: it shows what it showed last time to whoever looks more often than ten times a second.
     waiting = text("SELECT count(*) FROM information_schema.processlist WHERE info LIKE 'SELECT worker_pools%UPDATE'")

@@ -173,7 +173,8 @@ def test_a_commit_whose_answer_is_lost_costs_its_tokens_once(db, limit, lose_com
     assert tokens(db) == pytest.approx(2, abs=0.01)
 
 
-def test_without_rates_no_statement_and_with_one_three(db, limit):
+def test_without_rates_no_statement_and_with_one_three(db, limit, monkeypatch):
+    monkeypatch.setattr(policies, "FRESH_S", 600.0)  # nobody asks whether they changed, however long this takes
     admission = Admission(policies.Copy())
     send(db, jobs(1), admission)
     with traffic(db) as free:

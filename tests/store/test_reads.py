@@ -1,13 +1,14 @@
 """Questions about jobs: pages without gaps or repeats, and refusals that explain themselves."""
 
 import pytest
+from sqlalchemy import text
 
 from orchestrator.errors import InvalidInput
 from orchestrator.jobs import Status
-from orchestrator.store import audit, job_reads
+from orchestrator.store import audit, job_reads, paging
 from orchestrator.store.job_reads import Filter, statuses
 from orchestrator.store.submit import submit_jobs
-from tests.factories import POLICY, hire, new_job, submit
+from tests.factories import POLICY, hire, new_job, rows_read, submit
 
 
 def walk(db, wanted=Filter(), limit=7):  # noqa: B008 - frozen
@@ -45,6 +46,108 @@ def test_filters_narrow_and_combine(db):
     assert sorted(walk(db, Filter(agent="me", type="echo"))) == sorted(mine)
     assert walk(db, Filter(status=Status.CLAIMED)) == [mine[0]]
     assert walk(db, Filter(status=Status.DONE)) == []
+
+
+def test_what_no_index_has_is_looked_for_a_window_at_a_time(db, monkeypatch):
+    """One in forty matches: most pages are empty, the walk ends all the same and nothing is missing."""
+    monkeypatch.setattr(paging, "WINDOW", 10)
+    hand = hire(db)
+    rare = []
+    for n in range(4):
+        submit(db, 25)
+        rare += submit(db, 1, type="rare", pool_id="side", agent="me") if n % 2 else []
+    hand.finish(*hand.claim(rare[0], memory_mb=0))
+    for wanted in (Filter(type="rare"), Filter(pool_id="side"), Filter(pool_id="side", type="rare")):
+        assert walk(db, wanted) == rare[::-1], wanted
+    assert walk(db, Filter(status=Status.DONE, type="rare")) == walk(db, Filter(agent="me", status=Status.DONE))
+    assert walk(db, Filter(type="rare", status=Status.PENDING)) == rare[1:]
+    assert walk(db, Filter(type="unheard-of")) == []
+    empty = db.read(lambda conn: job_reads.page(conn, Filter(type="unheard-of"), 5, None))
+    assert empty[0] == [] and empty[1] is not None
+
+
+@pytest.mark.parametrize("count", [9, 10, 11, 20])
+def test_a_window_that_ends_with_the_last_job_is_the_end(db, monkeypatch, count):
+    monkeypatch.setattr(paging, "WINDOW", 10)
+    submit(db, count)
+    pages, cursor = 0, None
+    while pages == 0 or cursor:
+        _, cursor = db.read(lambda conn, at=cursor: job_reads.page(conn, Filter(type="unheard-of"), 5, at))
+        pages += 1
+    assert pages == -(-count // 10)
+
+
+@pytest.mark.parametrize("limit", [3, 50])
+def test_the_jobs_of_a_moment_are_shown_once_wherever_pages_and_windows_end(db, monkeypatch, limit):
+    monkeypatch.setattr(paging, "WINDOW", 10)
+    ids = submit(db, 25, type="common")
+    assert sorted(walk(db, Filter(type="common"), limit)) == sorted(ids)
+
+
+#: Tags that a careless comparison takes for one another: case, quotes, wildcards, spaces, what JSON writes otherwise.
+TAGS = [
+    *(
+        "a",
+        "A",
+        "a ",
+        " a",
+        "ab",
+        "a%",
+        "a_",
+        "%",
+        "_",
+        "á",
+        "a\u0301",
+        "é",
+        "É",
+        "🦊",
+        "ß",
+        "ss",
+        "\x00",
+        "a\x00",
+        "a\x00b",
+    ),
+    *('"', '"a', 'a"', '"a"', "'", "'a'", "\\", "\\a", "a\\", '\\"a', "\\u00e9", "\n", "a\nb", "/", "\\/"),
+    *(", ", '", "', "]", "[", "[]", '["a"]', "{}", "1", "1.0", "null", "true", "$", "$[0]", "*", "-", "--"),
+]
+
+
+def test_a_tag_is_found_as_it_is_and_no_other(db):
+    bodies = [[tag] for tag in TAGS] + [[TAGS[n], tag] for n, tag in enumerate(TAGS[1:])] + [["x", "a", "y"], ["z"], []]
+    batch = [new_job(tags=tags) for tags in bodies]
+    submit_jobs(db, batch, POLICY)
+    for tag in [*TAGS, "x", "unheard-of"]:
+        expected = sorted(job.job_id for job, tags in zip(batch, bodies, strict=True) if tag in tags)
+        assert sorted(walk(db, Filter(tag=tag), limit=20)) == expected, repr(tag)
+
+
+def test_a_tag_combines_with_the_other_filters(db):
+    mine = submit(db, 2, agent="me", tags=["red", "blue"])
+    submit(db, 2, agent="you", tags=["red"])
+    submit(db, 2, agent="me", tags=["blue"])
+    assert sorted(walk(db, Filter(agent="me", tag="red"))) == sorted(mine)
+    assert walk(db, Filter(agent="me", tag="red", type="other")) == []
+
+
+def test_a_page_costs_its_window_whatever_the_table_holds(maria_db):
+    """A filter that matches nothing, among 50,000 jobs: the entries of a window and their rows, and that is all."""
+    columns = "job_id, type, payload, payload_hash, agent, lane, max_attempts, `rank`, created_at"
+    job = "CONCAT('j-', seq), 'echo', '{}', '', 'a', 'default', 5, seq, utc_timestamp(6) - INTERVAL seq SECOND"
+    fill = f"INSERT INTO orchestrator_jobs ({columns}) SELECT {job} FROM "
+    for first in range(1, 50_000, 5000):  # each within the time limit, on the busiest machine
+        maria_db.write(lambda conn, some=f"seq_{first}_to_{first + 4999}": conn.execute(text(fill + some)))
+    for wanted in (Filter(pool_id="nowhere"), Filter(tag="unheard-of"), Filter(agent="a", type="unheard-of")):
+        cursor, pages = None, 0
+        with maria_db.engine.connect() as connection:
+            while cursor is not None or not pages:
+                before = rows_read(connection)
+                found, cursor = job_reads.page(connection, wanted, 50, cursor)
+                # And a row at each end of both.
+                assert rows_read(connection) - before <= 2 * paging.WINDOW + 10, wanted
+                assert found == []
+                pages += 1
+        assert pages == 50_000 // paging.WINDOW, wanted
+    maria_db.write(lambda conn: conn.execute(text("TRUNCATE TABLE orchestrator_jobs")))  # quicker than to delete them
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "////", "bm90IGEgY3Vyc29y", "🦊", "MjAyNi0wMS0wMQ=="])

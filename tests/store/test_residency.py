@@ -12,7 +12,8 @@ from orchestrator.jobs import ErrorKind
 from orchestrator.leases import Denied, Granted, LeaseRequest, Remains, ResidentSlot, Terms, job_lease_key
 from orchestrator.placement import Policy
 from orchestrator.store import dead_letters, grants, leases, residency, schema
-from orchestrator.store.claim import NO_BLANK_SLOT, Claim, NotClaimed
+from orchestrator.store.claim import Claim, NotClaimed
+from orchestrator.store.claim_leases import NO_BLANK_SLOT
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.residency import Model
 from orchestrator.store.settle import Left, Release, end_leases

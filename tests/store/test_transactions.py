@@ -10,11 +10,26 @@ from sqlalchemy import event, select, text, update
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.placement import look
 from orchestrator.settings import Settings
-from orchestrator.store import audit, database, schema
-from orchestrator.store.database import Database
-from orchestrator.store.submit import Verdict, submit_jobs
-from tests.factories import POLICY, active_leases, gpu, hire, is_sqlite, new_job, row, rows, submit
+from orchestrator.store import audit, database, ownership, schema
+from orchestrator.store.database import Database, RowsHeld, TookTooLong, Waiting
+from orchestrator.store.dialect import dialect_of
+from orchestrator.store.submit import MANY, Verdict, submit_jobs
+from tests.factories import (
+    POLICY,
+    active_leases,
+    gpu,
+    hire,
+    holding,
+    holding_job,
+    is_sqlite,
+    new_job,
+    row,
+    rows,
+    submit,
+)
+from tests.proxy import Proxy
 from tests.servers import MariaDB, free_port
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 
@@ -125,7 +140,7 @@ def test_a_connection_killed_in_the_middle_is_replaced_and_the_work_done_once(ma
 
 def test_all_connections_killed_at_once_cost_nothing(maria_db, mariadb, open_database):
     """As after a restart of the server: the pool is full of dead connections."""
-    other = open_database(str(maria_db.engine.url.render_as_string(hide_password=False)), db_pool_size=3)
+    other = open_database(url_of(maria_db), db_pool_size=3)
     held = [other.engine.connect() for _ in range(3)]
     ids = [conn.execute(text("SELECT CONNECTION_ID()")).scalar() for conn in held]
     for conn in held:
@@ -164,6 +179,77 @@ def test_a_row_that_somebody_holds_is_waited_for(db):
     assert answers[0][0].attempt == 1
 
 
+def counting(runs: list[float], job_id: str):
+    """Work that needs this row, and notes when it was begun."""
+
+    def work(conn):
+        runs.append(time.monotonic())
+        conn.execute(update(schema.jobs).where(schema.jobs.c.job_id == job_id).values(priority=1))
+
+    return work
+
+
+def test_for_a_batch_a_held_row_is_waited_for_once_and_at_once_hardly_at_all(maria_db):
+    (job_id,) = submit(maria_db)
+    patiently: list[float] = []
+    briefly: list[float] = []
+    with holding_job(maria_db, job_id):
+        with pytest.raises(RowsHeld):
+            maria_db.write_batch(counting(patiently, job_id))
+        with pytest.raises(RowsHeld):
+            maria_db.write_batch(counting(briefly, job_id), Waiting.MOMENT)
+    assert len(patiently) == 1
+    assert len(briefly) > 1, "others hold rows for a moment: it tries again"
+    assert briefly[-1] - briefly[0] < 1, "less than a session waits for a row"
+    maria_db.write_batch(counting(briefly, job_id), Waiting.MOMENT)
+    assert row(maria_db, job_id).priority == 1
+
+
+@pytest.mark.parametrize("waiting", Waiting)
+def test_held_rows_are_passed_over_however_long_the_others_are_waited_for(maria_db, waiting):
+    """MariaDB fails such a statement where nothing may be waited for (1180), although it waits for nothing."""
+    held, free = submit(maria_db, 2)
+    some = select(schema.jobs.c.job_id).with_for_update(skip_locked=True)
+    with holding_job(maria_db, held):
+        assert maria_db.write_batch(lambda conn: conn.execute(some).scalars().all(), waiting) == [free]
+        assert maria_db.write_batch(lambda conn: ownership.lock_unheld(conn, [held, free]), waiting) == [free]
+
+
+def test_a_deadlock_is_no_wait_in_vain(db, faults, monkeypatch):
+    """However long it took until then: a slow batch is run again, not taken apart."""
+    monkeypatch.setattr(database, "ONE_WAIT_S", 0.0)
+    (job_id,) = submit(db)
+    runs: list[float] = []
+    faults.inject(1213, 1213, pattern="UPDATE orchestrator_jobs")
+    db.write_batch(counting(runs, job_id))
+    assert len(runs) == 3
+
+
+def test_a_held_row_is_no_broken_connection_however_long_workers_may_be_silent(maria_db, open_database):
+    """Sessions wait for a row for a part of worker_timeout_s, and for an answer for db_timeout_s."""
+    (job_id,) = submit(maria_db)
+    runs: list[float] = []
+    patient = open_database(maria_db.settings.database_url, worker_timeout_s=45.0, db_timeout_s=2.0)
+    with holding_job(maria_db, job_id), pytest.raises(RowsHeld):
+        patient.write_batch(counting(runs, job_id))
+    assert len(runs) == 1
+
+
+def test_many_jobs_of_an_agent_whose_account_is_held_are_refused_after_one_wait(maria_db, monkeypatch):
+    """Accounts of large batches are charged by a connection of its own."""
+    submit(maria_db, agent="held")
+    many = [new_job(agent="held") for _ in range(MANY)]
+    with holding(maria_db, schema.lane_accounts):
+        began = time.monotonic()
+        with pytest.raises(RowsHeld):
+            submit_jobs(maria_db, many, POLICY)
+        assert time.monotonic() - began < database.MAX_RUNS / 2, "sessions wait for a second"
+        monkeypatch.setattr(maria_db, "write_apart", None)  # that connection would wait
+        with pytest.raises(RowsHeld):
+            submit_jobs(maria_db, many, POLICY, waiting=Waiting.NOT)
+    assert set(submit_jobs(maria_db, many, POLICY, waiting=Waiting.NOT)) == {Verdict.CREATED}
+
+
 def test_a_server_that_is_not_there_is_unavailable_at_once():
     absent = Database(Settings(database_url=f"mysql+pymysql://root@127.0.0.1:{free_port()}/x", db_timeout_s=2.0))
     with pytest.raises(DatabaseUnavailable, match=r"127\.0\.0\.1"):
@@ -171,11 +257,87 @@ def test_a_server_that_is_not_there_is_unavailable_at_once():
     absent.close()
 
 
+def slowly(runs):
+    """A question that takes longer than any database may."""
+
+    def ask(conn):
+        runs.append(connection_id(conn))
+        return conn.execute(text("SELECT SLEEP(5)")).scalar()
+
+    return ask
+
+
+def test_a_question_that_takes_too_long_is_asked_once(maria_db, open_database):
+    """It would take as long the next time; meanwhile its thread and its connection are nobody else's."""
+    impatient = open_database(url_of(maria_db), db_timeout_s=0.5)
+    runs: list[Any] = []
+    with pytest.raises(TookTooLong):
+        impatient.read(slowly(runs))
+    assert len(runs) == 1
+    mine = text("SELECT count(*) FROM information_schema.processlist WHERE id = :id AND info LIKE '%SLEEP(5)%'")
+    assert maria_db.read(lambda conn: conn.execute(mine, {"id": runs[0]}).scalar()) == 0, "it goes on in the server"
+    assert impatient.read(connection_id) in runs, "its connection is as good as before"
+
+
+def test_what_is_in_a_transaction_may_take_as_long_as_it_takes(maria_db):
+    limit = text("SELECT @@SESSION.max_statement_time")
+    assert maria_db.write(lambda conn: conn.execute(limit).scalar()) == 0
+    with dialect_of(url_of(maria_db)).migration_lock(maria_db.engine) as conn:
+        assert conn.execute(limit).scalar() == 0
+    assert 0 < maria_db.read(lambda conn: conn.execute(limit).scalar()) < maria_db.settings.db_timeout_s
+
+
+def test_a_server_that_stalls_holds_up_a_read_for_one_time_limit(maria_db, mariadb, open_database):
+    """Also who connects, and hears nothing."""
+    with Proxy(mariadb.port) as proxy:
+        impatient = open_database(url_of(maria_db).replace(f":{mariadb.port}/", f":{proxy.port}/"), db_timeout_s=0.5)
+        impatient.ping()
+        proxy.stall()
+        for connections in (1, 2):
+            with pytest.raises(DatabaseUnavailable):
+                impatient.ping()
+            assert proxy.accepted == connections
+        proxy.heal()
+        impatient.ping()
+
+
+def test_a_read_whose_connections_are_dead_is_asked_again(maria_db, mariadb, open_database):
+    with Proxy(mariadb.port) as proxy:
+        other = open_database(url_of(maria_db).replace(f":{mariadb.port}/", f":{proxy.port}/"))
+        other.ping()
+        proxy.cut()
+        other.ping()
+        assert proxy.accepted == 2
+        proxy.lose_reply()
+        other.ping()
+        assert proxy.accepted == 3
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_write_that_got_no_answer_in_time_is_run_again(maria_db, open_database, apart):
+    """As after any other break: nobody knows what became of it, and it finds its own traces."""
+    impatient = open_database(url_of(maria_db), db_timeout_s=0.5)
+    runs: list[Any] = []
+
+    def work(conn):
+        if not runs:
+            return slowly(runs)(conn)
+        return connection_id(conn)
+
+    written = impatient.write(lambda conn: impatient.write_apart(conn, work) if apart else work(conn))
+    assert apart or written not in runs
+    assert len(runs) == 1
+
+
+def url_of(db):
+    return str(db.engine.url.render_as_string(hide_password=False))
+
+
 def test_a_server_that_restarts_is_found_again(private_server, settings):
     """F-22: kill -9 between two submits; what was committed is there, and nobody has to reconnect by hand."""
     server = private_server(MariaDB)
     opened = Database(settings(database_url=server.url))
-    schema.metadata.create_all(opened.engine)
+    make_tables(opened.engine)
     submit(opened, job_id="before")
     server.kill()
     with pytest.raises(DatabaseUnavailable):

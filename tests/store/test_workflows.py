@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import insert, select, update
 
 from orchestrator.admission import FREELY
 from orchestrator.errors import (
@@ -19,12 +19,12 @@ from orchestrator.errors import (
     WorkflowNotFound,
 )
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, dead_letters, flows, followers, hot, outbox, schema, withdraw, workflows
+from orchestrator.store import audit, dead_letters, flows, followers, hot, outbox, paging, schema, withdraw, workflows
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
 from orchestrator.store.submit import Rules, Verdict, submit_jobs
 from orchestrator.store.sweeping import Walk
-from orchestrator.workflows import Limits, NewWorkflow, prepare_tasks
+from orchestrator.workflows import FlowStatus, Limits, NewWorkflow, prepare_tasks
 from tests.factories import POLICY, done, failed, hire, history, is_sqlite, new_job, row, rows, submit, traffic
 from tests.fetchers import enlist
 
@@ -474,8 +474,7 @@ def test_retry_failed_takes_dead_letters_along(db):
     assert len(rows(db, schema.dead_letters)) == 1
     with pytest.raises(TaskOfWorkflow):
         db.write(lambda conn: dead_letters.redrive_one(conn, "w.a", 3))
-    wanted = dead_letters.Filter()
-    assert db.read(lambda conn: dead_letters.matching(conn, wanted, 10, redrive_max=3)) == []
+    assert [one.is_task for one in db.read(lambda conn: dead_letters.look(conn, dead_letters.ALL, None))[0]] == [True]
     assert db.write(lambda conn: dead_letters.redrive(conn, ["w.a"], 3, lambda _n: 0.0)).job_ids == []
     db.write(lambda conn: workflows.retry_failed(conn, "w"))
     assert rows(db, schema.dead_letters) == [] and standing(db) == {"a": "ready"}
@@ -486,7 +485,6 @@ def test_a_purge_leaves_the_tasks_of_workflows(db):
     hand = hire(db)
     hand.fail(hand.claim("w.a")[0])
     before = flow(db), rows(db, schema.task_edges)
-    assert db.read(lambda conn: dead_letters.matching(conn, dead_letters.Filter(), 10)) == []
     assert db.write(lambda conn: dead_letters.purge(conn, ["w.a"])).job_ids == []
     assert (flow(db), rows(db, schema.task_edges)) == before and standing(db)["a"] == "dead_letter"
     assert len(rows(db, schema.dead_letters)) == 1
@@ -574,6 +572,43 @@ def test_rerun_of_what_runs_or_is_not_there_is_refused(db):
 
 
 # --- looking ---
+
+
+def walked(db, wanted):
+    shown, cursor = [], None
+    while True:
+        found, cursor = db.read(lambda conn, at=cursor: workflows.page(conn, wanted, 3, at))
+        shown += [one["workflow_id"] for one in found]
+        if cursor is None:
+            return shown
+
+
+def test_windows_of_workflows_leave_none_out(db, monkeypatch):
+    monkeypatch.setattr(paging, "WINDOW", 4)
+    made = [
+        {"workflow_id": f"w-{i:02}", "agent": "ann" if i % 7 else "bob", "content_hash": "", "total": 1}
+        | {"status": FlowStatus.RUNNING if i % 3 else FlowStatus.DONE}
+        for i in range(30)
+    ]
+    db.write(lambda conn: conn.execute(insert(schema.workflows), made))
+    for status in FlowStatus:
+        for agent in ("ann", "bob", "nobody"):
+            wanted = workflows.Filter(status, agent)
+            meant = [one["workflow_id"] for one in made if (one["status"], one["agent"]) == (status, agent)]
+            assert walked(db, wanted) == meant[::-1], wanted
+
+
+def test_what_runs_is_found_at_once_however_much_of_an_agent_is_over(db, monkeypatch):
+    monkeypatch.setattr(paging, "WINDOW", 4)
+    made = [
+        {"workflow_id": f"w-{i:02}", "agent": "ann", "content_hash": "", "total": 1}
+        | {"status": FlowStatus.DONE if i else FlowStatus.RUNNING}
+        for i in range(20)
+    ]
+    db.write(lambda conn: conn.execute(insert(schema.workflows), made))
+    wanted = workflows.Filter(FlowStatus.RUNNING, "ann")
+    (found,), following = db.read(lambda conn: workflows.page(conn, wanted, 3, None))
+    assert (found["workflow_id"], following) == ("w-00", None)
 
 
 def test_pages_of_workflows_and_of_their_tasks(db):

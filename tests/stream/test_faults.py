@@ -44,7 +44,7 @@ def proxy(redis_url, raw):
 @pytest.fixture
 def far(proxy, settings):
     """A hub whose way to the server leads through the proxy."""
-    opened = Hub(settings(redis_url=f"redis://127.0.0.1:{proxy.port}/0", redis_timeout_s=0.6))
+    opened = Hub(settings(redis_url=f"redis://127.0.0.1:{proxy.port}/0", redis_timeout_s=0.7))
     yield opened
     opened.close()
 
@@ -174,7 +174,7 @@ def test_a_half_open_connection_ends_a_blocked_read_in_time(far, proxy, raw, set
     started = time.monotonic()
     with pytest.raises(RedisUnavailable):
         reader.read(10, 200)
-    assert time.monotonic() - started < 0.6 + 1
+    assert time.monotonic() - started < 0.7 + 1
     proxy.heal()
     raw.xadd(lane.key, {"job_id": "a"})
     assert read(reader) == ["a"]

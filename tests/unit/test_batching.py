@@ -25,9 +25,9 @@ from worker.flags import Flags
 from worker.handlers import Batching
 from worker.intake import Intake
 from worker.lifeline import Lifeline
+from worker.parts import Parts
 from worker.process import SlotProcess
 from worker.run import Run
-from worker.session import Session
 from worker.slots import SlotEvents, SlotPool
 from worker.wire import Channel
 
@@ -65,7 +65,7 @@ BATCHING = Batching({"many": 4}, {"many": 60.0})
 def intake_of(lane: Lane, pending: tuple[str, ...] = ()) -> Intake:
     """One that only reads; `pending` are entries that it got already, before a fault."""
     nothing: Any = SimpleNamespace(db_timeout_s=1.0, redis_block_ms=1)
-    slots: Any = SimpleNamespace(batching=BATCHING)
+    slots: Any = SimpleNamespace(batching=BATCHING, seal=lambda: None)
     told: dict[str, Any] = dict.fromkeys(("vouched", "no_room", "on_read", "on_refused", "on_denied"))
     made = Intake(nothing, nothing, nothing, lane, slots, nothing, nothing, nothing, **told)  # type: ignore[arg-type]
     made._unanswered = [Entry("0-1", "job", type) for type in pending]
@@ -133,23 +133,21 @@ def test_what_was_read_before_a_fault_is_not_forgotten_over_what_comes():
 
 def test_what_was_put_back_is_announced_at_once():
     nudged: list[str] = []
-    session: Any = SimpleNamespace(
-        _publisher=SimpleNamespace(nudge=nudged.append), _lane=SimpleNamespace(name="default")
-    )
-    Session._denied(session, [NotClaimed("no handler")])
+    parts: Any = SimpleNamespace(_publisher=SimpleNamespace(nudge=nudged.append), lane=SimpleNamespace(name="default"))
+    Parts._denied(parts, [NotClaimed("no handler")])
     assert nudged == []
-    Session._denied(session, [NotClaimed("no slot", put_back=True)])
+    Parts._denied(parts, [NotClaimed("no slot", put_back=True)])
     assert nudged == ["default"]
 
 
 def test_a_lane_is_refilled_when_it_was_emptied_and_only_looked_at_while_it_is_empty():
     nudged, idle = list[str](), list[str]()
-    session: Any = SimpleNamespace(
-        _publisher=SimpleNamespace(nudge=nudged.append, idle=idle.append), _lane=SimpleNamespace(name="default")
+    parts: Any = SimpleNamespace(
+        _publisher=SimpleNamespace(nudge=nudged.append, idle=idle.append), lane=SimpleNamespace(name="default")
     )
-    Session._read(session, 0, True)
+    Parts._read(parts, 0, True)
     assert (nudged, idle) == ([], ["default"])
-    Session._read(session, 2, True)
+    Parts._read(parts, 2, True)
     assert (nudged, idle) == (["default"], ["default"])
 
 

@@ -1,5 +1,6 @@
 """The command line: what it takes, what it prints, and how it ends."""
 
+import io
 import json
 import logging
 import os
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,22 +20,29 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from orchestrator.cli import COMMANDS, dev, gpuorch, output, run
+from orchestrator.cli import COMMANDS, dev, gpuorch, output, run, servers, versions
 from orchestrator.cli import audit as audit_command
 from orchestrator.cli import fleet as fleet_command
 from orchestrator.cli import jobs as jobs_command
 from orchestrator.cli import pools as pools_command
 from orchestrator.cli import workflows as workflows_command
+from orchestrator.cli.describing import FLAGS
 from orchestrator.cli.schema import opened
 from orchestrator.cli.servers import stop_on_sigterm, undisturbed
+from orchestrator.cli.versions import Version
+from orchestrator.client.api import Api
+from orchestrator.client.errors import ServerUnreachable
 from orchestrator.embedded import DataDir
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.errors import ConfigError, OrchestratorError, RedisUnavailable
+from orchestrator.jobs import JobSpec
+from orchestrator.schedules import NOT_RECURRING
 from orchestrator.settings import Settings
-from orchestrator.store import schema
+from orchestrator.store import revisions, schema
 from tests.factories import rows
 from tests.receiver import receiving
 from tests.servers import free_port
 from tests.waiting import wait_until
+from worker.answers import trace
 
 SECRET_URL = "mysql+pymysql://me:hunter2@127.0.0.1:1/jobs"
 
@@ -69,21 +79,46 @@ def test_ctrl_c_while_its_libraries_are_imported_is_quiet(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_waits_for_the_end_of_what_must_not_be_disturbed(number):
+@pytest.fixture
+def unwinding(monkeypatch):
+    """Signals as programs that serve have them, until the end of the test."""
+    monkeypatch.setattr(servers, "_heard", [])
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     stop_on_sigterm()
+    yield
+    for one, handler in before.items():
+        signal.signal(one, handler)
+
+
+@pytest.mark.usefixtures("unwinding")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_end_of_what_must_not_be_disturbed(number):
     finished = False
-    try:
-        with pytest.raises(KeyboardInterrupt), undisturbed():
+    with pytest.raises(KeyboardInterrupt), undisturbed():
+        signal.raise_signal(number)
+        finished = True
+    assert finished
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+
+
+@pytest.mark.usefixtures("unwinding")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_got_lost_while_it_starts_ends_it_once_it_has(number, monkeypatch):
+    """Python lets no exception out of some callbacks: it tells of it, and goes on."""
+    ready: list[str] = []
+    ended: list[int] = []
+
+    def serve(_settings, ready, _stopping):
+        with suppress(KeyboardInterrupt):
             signal.raise_signal(number)
-            finished = True
-        assert finished
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for one in (signal.SIGINT, signal.SIGTERM):  # as the HTTP server does
+            signal.signal(one, lambda number, _frame: ended.append(number))
+        ready("http://here")
+
+    monkeypatch.setattr("orchestrator.api.server.serve", serve)
+    servers.run_api(Settings(), ready.append)
+    assert (ready, ended) == (["http://here"], [number])
 
 
 def test_an_error_inside_comes_before_the_signal():
@@ -224,15 +259,95 @@ def test_check_config_lists_every_problem(capsys, monkeypatch):
 # --- database ---
 
 
-def test_migrate_and_what_refuses_to_run_before(capsys):
-    for arguments in (["migrate", "--check"], ["serve"], ["worker"], ["leader"], ["duty", "publish", "--once"]):
+NEEDS_TABLES = [["migrate", "--check"], ["serve"], ["worker"], ["leader"], ["duty", "publish", "--once"]]
+
+
+@pytest.mark.parametrize("arguments", [*NEEDS_TABLES, ["doctor", "--gpus", "none"]])
+def test_where_no_database_is_none_is_made(arguments, tmp_path, capsys):
+    assert run(arguments) == 1
+    told = "".join(capsys.readouterr())
+    assert f"there is no database at {tmp_path}/.data/orchestrator.db; run: gpuorch migrate" in told
+    assert all(way in told for way in ("--config", "ORCH_DATABASE_URL", "gpuorch dev")) and "Traceback" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_migrate_and_what_refuses_to_run_before(tmp_path, capsys):
+    (tmp_path / ".data").mkdir()
+    (tmp_path / ".data" / "orchestrator.db").touch()
+    for arguments in NEEDS_TABLES:
         assert run(arguments) == 1, arguments
-        assert "run: gpuorch migrate" in capsys.readouterr().err
+        assert "is empty, this version needs" in (told := capsys.readouterr().err) and "run: gpuorch migrate" in told
     assert run(["migrate"]) == 0
     assert "schema: empty → " in capsys.readouterr().out
     assert run(["migrate", "--check"]) == 0
     assert run(["leader"]) == 0
     assert "nobody leads" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "enough"),
+    [
+        ("mysql", "10.6.0", True),
+        ("mysql", "11.4.2", True),
+        ("mysql", "10.5.29", False),
+        ("mysql", "8.4.6", False),  # no MariaDB
+        ("redis", "7.0.15", True),
+        ("redis", "8.0-rc1", True),
+        ("redis", "255.255.255", True),  # built from its main branch
+        ("redis", "6.2.21", False),
+        ("valkey", "7.2.5", True),
+        ("sqlite", "3.34.1", False),
+        ("redis", "unknown", True),
+        ("mysql", "", True),
+    ],
+)
+def test_which_versions_are_new_enough(kind, text, enough):
+    assert Version(kind, text).new_enough is enough
+
+
+@pytest.fixture
+def unstarted(monkeypatch):
+    """What would run for ever returns at once."""
+    monkeypatch.setattr("worker.supervisor.run", lambda _settings: 0)
+    monkeypatch.setattr("orchestrator.api.server.serve", lambda *_: None)
+    monkeypatch.setattr("orchestrator.cli.servers.stop_on_sigterm", lambda: None)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+
+@pytest.mark.usefixtures("unstarted")
+@pytest.mark.parametrize("arguments", [["serve"], ["worker"]])
+def test_servers_that_are_too_old_are_refused_at_the_start(arguments, valkey_server, capsys, monkeypatch):
+    run(["migrate"])
+    here = [*arguments, "--redis-url", valkey_server.url]
+    assert run(here) == 0
+    monkeypatch.setitem(versions.OLDEST, "valkey", ("Valkey", (99, 1)))
+    capsys.readouterr()
+    assert run(here) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"gpuorch: {valkey_server.url} has version ") and "needs Valkey 99.1 or later;" in told
+    assert "redis_url" in told
+    assert run(arguments) == 0  # nobody answers there, and nobody is judged
+    monkeypatch.setitem(versions.OLDEST, "sqlite", ("SQLite", (99, 0)))
+    assert run(arguments) == 1
+    assert "needs SQLite 99.0 or later; upgrade it, or name another: database_url" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_no_table_is_made_in_a_database_that_is_too_old(capsys, monkeypatch):
+    monkeypatch.setitem(versions.OLDEST, "sqlite", ("SQLite", (99, 0)))
+    for arguments in (["migrate"], ["serve", "--migrate"]):
+        assert run(arguments) == 1
+        assert "needs SQLite 99.0 or later" in capsys.readouterr().err
+    with opened(Settings(), create=True) as db:
+        assert revisions.current(db) is None
+
+
+@pytest.mark.parametrize("more", [[], ["--drain"], ["--data-dir", "elsewhere"]])
+def test_where_nobody_ever_worked_a_queue_has_nothing_to_run_and_nothing_is_made(more, tmp_path, capsys):
+    assert run(["queue", "run", *more]) == 1
+    told = capsys.readouterr().err
+    assert f"nothing to run: no database is at {tmp_path}/" in told and "--data-dir" in told
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [["worker"], ["dev"], ["queue", "run", "--drain"]])
@@ -285,6 +400,10 @@ def test_what_a_command_changes_by_itself_names_its_user(valkey_server, capsys, 
 def test_doctor(valkey_server, capsys):
     healthy = ["doctor", "--redis-url", valkey_server.url, "--gpus", "none"]
     assert run(healthy) == 1
+    assert capsys.readouterr().out.splitlines()[1].startswith("✓ redis: ")  # that there is no database hides nothing
+    with opened(Settings(), create=True) as db:
+        db.ping()
+    assert run(healthy) == 1
     assert "✗ schema: revision none" in capsys.readouterr().out
     run(["migrate"])
     capsys.readouterr()
@@ -301,6 +420,24 @@ def test_doctor_tries_where_spans_should_go(valkey_server, capsys, monkeypatch):
         receiver.broken = True
         assert run(["doctor", "--redis-url", valkey_server.url, "--gpus", "none"]) == 1
         assert f"✗ tracing: {receiver.url}/v1/traces does not take spans" in capsys.readouterr().out
+
+
+def test_doctor_where_dev_has_run_says_that_it_does_not(capsys, monkeypatch):
+    def refused(settings):
+        raise RedisUnavailable("Connection refused")
+
+    def told(*flags):
+        assert run(["doctor", "--json", "--gpus", "none", *flags]) == 1
+        return [found["detail"] for found in json.loads(capsys.readouterr().out) if "dev" in found["detail"]]
+
+    monkeypatch.setattr("orchestrator.stream.server.describe", refused)
+    with opened(Settings(), create=True) as db:
+        db.ping()
+    assert told() == []
+    (Settings().data_dir / "valkey.conf").write_text("")
+    (detail,) = told()
+    assert detail.endswith("Connection refused; `gpuorch dev` does not run here: start it, or set ORCH_REDIS_URL")
+    assert told("--redis-url", "redis://127.0.0.1:1") == []
 
 
 def test_doctor_says_what_is_broken(capsys):
@@ -416,22 +553,111 @@ def test_submit_sends_what_was_given_and_nothing_else(server, capsys, tmp_path):
     assert capsys.readouterr().out == "j  pending\n" * 2
 
 
-def test_what_only_the_server_can_refuse_is_sent_as_it_is(server, capsys):
-    refusal = (400, {"code": "malformed_body", "detail": "no"})
-    for payload in ('{"x": NaN}', '{"x": "\\ud800"}', "[]", '{"x": 1e400}'):
-        server.answers = [refusal]
-        assert run(["jobs", "submit", "echo", "--payload", payload, "--url", server.url]) == 1
-        assert capsys.readouterr().err == "gpuorch: 400 malformed_body: no\n"
-    assert [body["payload"] for _, _, body in server.asked][1:3] == [{"x": "\ud800"}, []]
+#: A value for each field of a job's body, as it is typed and as it is sent.
+TYPED: dict[str, tuple[list[str], object]] = {
+    "payload": (['{"a": 1}'], {"a": 1}),
+    "job_id": (["j"], "j"),
+    "agent": (["me"], "me"),
+    "pool_id": (["chat"], "chat"),
+    "model_id": (["llama"], "llama"),
+    "priority": (["-5"], -5),
+    "min_memory_mb": (["0"], 0),
+    "gpu_count": (["2"], 2),
+    "cpu_fallback": ([], True),
+    "cost_units": (["0"], 0),
+    "constraints": (["quiet"], {"quiet": True}),
+    "workflow_id": (["w"], "w"),
+    "expected_duration_sec": (["1.5"], 1.5),
+    "earliest_start_at": (["2030-01-31T12:00:00Z"], "2030-01-31T12:00:00Z"),
+    "deadline_at": (["2030-01-31T13:00:00+02:00"], "2030-01-31T13:00:00+02:00"),
+    "max_runtime_sec": (["60"], 60),
+    "max_attempts": (["3"], 3),
+    "retry_base_sec": (["1"], 1),
+    "retry_cap_sec": (["5"], 5),
+    "concurrency_keys": (["host:a", "host:b"], ["host:a", "host:b"]),
+    "tags": (["x", "y"], ["x", "y"]),
+}
+
+
+def typed(fields: Iterable[str]) -> list[str]:
+    """The flags that give each of these fields its value."""
+    words = []
+    for name in fields:
+        flag, _ = FLAGS[name]
+        values, _ = TYPED[name]
+        words += [word for value in values for word in (flag, value)] or [flag]
+    return words
+
+
+def test_every_field_of_a_job_has_a_flag(server):
+    fields = [name for name in JobSpec.model_fields if name != "type"]
+    server.answers = [(202, {"job_id": "j", "status": "pending"}), (201, SCHEDULE)]
+    assert run(["jobs", "submit", "echo", *typed(fields), "--url", server.url]) == 0
+    assert server.asked[0][2] == {"type": "echo"} | {name: TYPED[name][1] for name in fields}
+    fields = [name for name in fields if name not in NOT_RECURRING]
+    assert run(["schedules", "set", "s", "echo", "--every", "5", *typed(fields), "--url", server.url]) == 0
+    assert server.asked[1][2]["job"] == {"type": "echo"} | {name: TYPED[name][1] for name in fields}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["no spaces"], "TYPE"),
+        (["echo", "--gpu-count", "65"], "1<=x<=64"),
+        (["echo", "--max-runtime", "0"], "0<x<="),
+        (["echo", "--deadline", "tomorrow"], "--deadline"),
+        (["echo", "--deadline", "2030-01-31T12:00:00"], "--deadline"),
+        (["echo", "--priority", "urgent"], "--priority: must be LOW, NORMAL, HIGH or a whole number of -100…100\n"),
+        (["echo", "--constraint", "loud"], "--constraint: must be 'quiet'\n"),
+        (["echo", "--concurrency-key", "pool:a"], "--concurrency-key"),
+        (["echo", *(["--tag", "a"] * 33)], "--tag: must have at most"),
+        (["echo", "--tag", "a", "--tag", ""], "--tag: must have at least 1 characters\n"),
+        (["echo", "--payload", "[]"], "--payload"),
+    ],
+)
+def test_a_job_that_no_server_would_take_is_wrong_usage(words, told, server, capsys):
+    for command in (["jobs", "submit", *words], ["schedules", "set", "s", *words]):
+        if "--deadline" not in words or command[0] == "jobs":
+            assert run([*command, "--url", server.url]) == 2
+            assert told in capsys.readouterr().err
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("payload", "told"),
+    [
+        ('{"x": NaN}', "it is not JSON: it has no NaN"),
+        ('{"x": -Infinity}', "it is not JSON: it has no -Infinity"),
+        ('{"x": 1e400}', "it is not plain JSON: it has no NaN, and no number beyond 1.7e308"),
+        ('{"x": "\\ud800"}', "it is not plain JSON: a text has half of a character (a lone surrogate)"),
+        ('{"x": "\udcff"}', "it is not UTF-8"),
+        ('{"x": %s}' % ("9" * 5000), "it has a whole number of thousands of digits"),
+        ('{"x": 1, "x": 2}', "it is ambiguous: an object has the same key twice"),
+        ('{"x":' * 100_000, "it is nested too deeply"),
+        ("{", "it is not JSON: "),
+        ("@absent.json", "absent.json: No such file or directory"),
+    ],
+    ids=["nan", "infinity", "1e400", "escaped half", "half", "digits", "twice", "deep", "cut", "absent"],
+)
+@pytest.mark.parametrize("how", ["flag", "file", "input"])
+def test_a_payload_that_no_server_would_read_is_wrong_usage(payload, told, how, server, capsys, monkeypatch, tmp_path):
+    raw, given = os.fsencode(payload), payload
+    if payload.startswith("{") and how != "flag":
+        (tmp_path / "payload.json").write_bytes(raw)
+        given = f"@{tmp_path / 'payload.json'}" if how == "file" else "-"
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
+    assert run(["jobs", "submit", "echo", "--payload", given, "--url", server.url]) == 2
+    assert f"Invalid value for --payload: {told}" in capsys.readouterr().err
+    assert server.asked == []
 
 
 def test_arguments_that_are_no_text(server, capsys):
     """What a shell passes that is not UTF-8 arrives as halves of characters."""
     server.answers = [(404, {"code": "job_not_found", "detail": "no"})] * 2
-    assert run(["jobs", "get", "a\udcff/..", "--url", server.url]) == 1
+    assert run(["pools", "show", "a\udcff/..", "--url", server.url]) == 1
     assert run(["jobs", "list", "--cursor", "\udcff", "--url", server.url]) == 1
     one, page = (path for _, path, _ in server.asked)
-    assert one == "/jobs/a%3F%2F.." and "cursor=%3F" in page
+    assert one == "/workers/pool/a%3F%2F.." and "cursor=%3F" in page
 
 
 def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
@@ -444,10 +670,10 @@ def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("skipped", 0), ("failed", 1), ("dead_letter", 1)])
 def test_wait_polls_until_the_end_and_tells_how_it_ended(server, status, code, capsys):
-    server.answers = [(200, {"job_id": "a/b", "status": state}) for state in ("pending", "running", status)]
-    assert run(["jobs", "wait", "a/b", "--json", "--url", server.url]) == code
+    server.answers = [(200, {"job_id": "a:b", "status": state}) for state in ("pending", "running", status)]
+    assert run(["jobs", "wait", "a:b", "--json", "--url", server.url]) == code
     assert json.loads(capsys.readouterr().out)["status"] == status
-    assert {path.split("?")[0] for _, path, _ in server.asked} == {"/jobs/a%2Fb"}
+    assert {path.split("?")[0] for _, path, _ in server.asked} == {"/jobs/a%3Ab"}
     assert all("wait=2" in path for _, path, _ in server.asked)
 
 
@@ -473,35 +699,182 @@ def test_listings(server, capsys):
         (200, {"leases": []}),
         (200, {"workers": [{"worker_id": "w"}]}),
     ]
-    for arguments in (["jobs", "list", "--status", "done"], ["jobs", "events", "a"], ["leases", "list"]):
+    some = ["jobs", "list", "--status", "done", "--limit", "1"]
+    for arguments in (some, ["jobs", "events", "a"], ["leases", "list"]):
         assert run([*arguments, "--url", server.url]) == 0
     shown = capsys.readouterr()
     assert "JOB_ID" in shown.out and "job.done" in shown.out and "no leases" in shown.out
     assert "--cursor more" in shown.err
-    assert server.asked[0][1] == "/jobs?status=done&limit=50"
+    assert server.asked[0][1] == "/jobs?status=done&limit=1"
     assert run(["workers", "list", "--json", "--url", server.url]) == 0
     assert json.loads(capsys.readouterr().out) == {"workers": [{"worker_id": "w"}]}
 
 
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_list_of_jobs_goes_on_over_pages_that_are_short_or_empty(server, capsys, how):
+    pages = [["a"], [], ["b", "c"], []]
+    server.answers = [
+        (200, {"jobs": [{"job_id": name} for name in names], "next_cursor": f"at-{n}" if n < 3 else None})
+        for n, names in enumerate(pages)
+    ]
+    assert run(["jobs", "list", "--type", "rare", "--limit", "3", *how, "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    if how:
+        assert json.loads(shown.out) == {"jobs": [{"job_id": name} for name in "abc"], "next_cursor": "at-2"}
+    else:
+        assert "more: --cursor at-2" in shown.err
+        assert [line.split()[0] for line in shown.out.splitlines()[1:]] == ["a", "b", "c"]
+    assert [path for _, path, _ in server.asked] == [
+        "/jobs?type=rare&limit=3",
+        "/jobs?type=rare&limit=2&cursor=at-0",
+        "/jobs?type=rare&limit=2&cursor=at-1",
+    ]
+    server.answers = [(200, {"jobs": [], "next_cursor": at}) for at in ("on", None)]
+    assert run(["jobs", "list", "--type", "none", "--tag", "a b/ü", "--url", server.url]) == 0
+    assert server.asked[-1][1] == "/jobs?type=none&tag=a+b%2F%C3%BC&limit=50&cursor=on"
+    assert capsys.readouterr().out == "no jobs\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "noun", "key"), [("dlq", "dead_letters", "job_id"), ("workflows", "workflows", "workflow_id")]
+)
+def test_dead_letters_and_workflows_go_on_likewise(server, capsys, path, noun, key):
+    rows = [{key: name, "progress": {}} for name in "abc"]
+    pages = zip(("x", "y", None), ([], rows[:1], rows[1:]), strict=True)
+    server.answers = [(200, {noun: some, "total": 3, "at_least": True, "next_cursor": at}) for at, some in pages]
+    assert run([path, "list", "--agent", "ann", "--limit", "3", "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    assert [line.split()[0] for line in shown.out.splitlines()[1:]] == ["a", "b", "c"]
+    assert path == "workflows" or "3 of at least 3" in shown.err
+    assert [asked.split("?")[1] for _, asked, _ in server.asked] == [
+        "agent=ann&limit=3",
+        "agent=ann&limit=3&cursor=x",
+        "agent=ann&limit=2&cursor=y",
+    ]
+
+
+@pytest.mark.parametrize(("noun", "key"), [("leases", "job_id"), ("workers", "worker_id")])
+def test_lists_of_what_is_alive_are_whole(server, capsys, noun, key):
+    pages = [(200, {noun: [{key: name}], "next_cursor": at}) for name, at in (("a", "x"), ("b", "y"), ("c", None))]
+    server.answers = pages * 2
+    assert run([noun, "list", "--url", server.url]) == 0
+    assert [set("abc") & set(line.split()) for line in capsys.readouterr().out.splitlines()[1:]] == [
+        {"a"},
+        {"b"},
+        {"c"},
+    ]
+    assert [path for _, path, _ in server.asked] == [f"/{noun}", f"/{noun}?cursor=x", f"/{noun}?cursor=y"]
+    assert run([noun, "list", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == {noun: [{key: name} for name in "abc"], "next_cursor": None}
+
+
+def test_a_lease_is_listed_with_all_its_gpus(server, capsys):
+    held = [{"gpu_uuid": "GPU-a", "gpu_index": 3}, {"gpu_uuid": "GPU-b", "gpu_index": 5}]
+    lost = [{"gpu_uuid": "GPU-c", "gpu_index": None}]
+    rows = [{"agent_name": name, "gpus": gpus} for name, gpus in (("two", held), ("gone", lost), ("none", []))]
+    server.answers = [(200, {"leases": rows, "next_cursor": None})]
+    assert run(["leases", "list", "--url", server.url]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines[0].index("GPUS")
+    assert [line[at] for line in lines[1:]] == ["3,5", "GPU-c", "-"]
+
+
 def test_cancel_and_retry(server, capsys):
     server.answers = [
-        (202, {"job_id": "a/b", "status": "running", "cancel_requested": True}),
-        (200, {"job_id": "a/b", "status": "cancelled", "cancel_requested": True}),
-        (200, {"job_id": "a/b", "status": "pending", "redrives": 1}),
+        (202, {"job_id": "a:b", "status": "running", "cancel_requested": True}),
+        (200, {"job_id": "a:b", "status": "cancelled", "cancel_requested": True}),
+        (200, {"job_id": "a:b", "status": "pending", "redrives": 1}),
         (409, {"code": "redrive_limit", "detail": "too often"}),
-        (200, {"job_id": "a/b", "status": "cancelled", "cancel_requested": True}),
+        (200, {"job_id": "a:b", "status": "cancelled", "cancel_requested": True}),
     ]
-    assert run(["jobs", "cancel", "a/b", "--url", server.url]) == 0
-    assert run(["jobs", "cancel", "a/b", "--url", server.url]) == 0
-    assert run(["jobs", "retry", "a/b", "--url", server.url]) == 0
-    assert run(["jobs", "retry", "a/b", "--url", server.url]) == 1
+    assert run(["jobs", "cancel", "a:b", "--url", server.url]) == 0
+    assert run(["jobs", "cancel", "a:b", "--url", server.url]) == 0
+    assert run(["jobs", "retry", "a:b", "--url", server.url]) == 0
+    assert run(["jobs", "retry", "a:b", "--url", server.url]) == 1
     shown = capsys.readouterr()
-    assert shown.out == "a/b  running (its worker was asked to stop it)\na/b  cancelled\na/b  pending\n"
+    assert shown.out == "a:b  running (its worker was asked to stop it)\na:b  cancelled\na:b  pending\n"
     assert shown.err == "gpuorch: 409 redrive_limit: too often\n"
-    assert run(["jobs", "cancel", "a/b", "--json", "--url", server.url]) == 0
+    assert run(["jobs", "cancel", "a:b", "--json", "--url", server.url]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "cancelled"
-    assert [path for _, path, _ in server.asked[:3]] == ["/jobs/a%2Fb/cancel"] * 2 + ["/jobs/a%2Fb/retry"]
+    assert [path for _, path, _ in server.asked[:3]] == ["/jobs/a%3Ab/cancel"] * 2 + ["/jobs/a%3Ab/retry"]
     assert {body for _, _, body in server.asked} == {None}
+
+
+def test_several_are_cancelled_or_retried_each_with_its_own_verdict(server, capsys):
+    answers = [
+        (200, {"job_id": "a", "status": "cancelled"}),
+        (409, {"code": "job_ended", "detail": "it is done"}),
+        (202, {"job_id": "c", "status": "running"}),
+    ]
+    server.answers = answers * 2
+    assert run(["jobs", "cancel", "a", "b", "a", "c", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "a  cancelled\nc  running (its worker was asked to stop it)\n"
+    assert shown.err == "gpuorch: b: 409 job_ended: it is done\n"
+    assert [path for _, path, _ in server.asked] == [f"/jobs/{name}/cancel" for name in "abc"]
+    assert run(["jobs", "retry", "a", "b", "c", "--json", "--url", server.url]) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "jobs": [
+            {"job_id": "a", "status": "cancelled"},
+            {"job_id": "b", "error": {"status": 409, "code": "job_ended", "detail": "it is done"}},
+            {"job_id": "c", "status": "running"},
+        ]
+    }
+    server.answers = [(200, {"job_id": name, "status": "pending"}) for name in "ab"]
+    assert run(["jobs", "retry", "a", "b", "--url", server.url]) == 0
+    assert capsys.readouterr().out == "a  pending\nb  pending\n"
+    assert run(["jobs", "retry"]) == run(["jobs", "cancel"]) == 2
+
+
+@pytest.mark.parametrize(("verb", "done"), [("redrive", "redriven"), ("purge", "purged")])
+def test_ids_that_are_no_dead_letters_are_named(server, capsys, verb, done):
+    answer = {"matched": 1, done: 1, "dry_run": False}
+    server.answers = [(200, answer | {"unknown": unknown}) for unknown in (["b", "c\x1b"], ["b", "c"], ["b"], [])]
+    command = ["dlq", verb, "a", "b", "c", "--yes", "--url", server.url]
+    assert run(command) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "gpuorch: b: no dead letter\ngpuorch: c\ufffd: no dead letter\n"
+    assert "unknown" not in shown.out and done in shown.out
+    assert run([*command, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["unknown"] == ["b", "c"]
+    assert run([*command, "--type", "echo"]) == 1
+    assert capsys.readouterr().err == "gpuorch: b: no dead letter that the flags mean\n"
+    assert run(command) == 0
+
+
+@pytest.mark.parametrize("wrong", ["", "a/b", "..%2f", "a\udcff", "a" * 129])
+def test_what_cannot_be_a_job_id_is_wrong_usage(server, capsys, wrong):
+    for words in (
+        ["jobs", "cancel", "a", wrong],
+        ["jobs", "retry", "a", wrong],
+        ["jobs", "get", wrong],
+        ["jobs", "wait", wrong],
+        ["jobs", "events", wrong],
+        ["jobs", "explain", wrong],
+        ["jobs", "priority", wrong, "HIGH"],
+        ["dlq", "show", wrong],
+        ["dlq", "redrive", "a", wrong],
+        ["dlq", "purge", "a", wrong, "--yes"],
+    ):
+        assert run([*words, "--url", server.url]) == 2, words
+        assert "not a job id: " in capsys.readouterr().err
+    assert server.asked == []
+
+
+def test_what_was_cancelled_before_the_server_left_is_told(server, capsys, monkeypatch):
+    asked = Api.post
+
+    def answering_once(api, path, *rest):
+        if server.asked:
+            raise ServerUnreachable(server.url, "gone")
+        return asked(api, path, *rest)
+
+    monkeypatch.setattr(Api, "post", answering_once)
+    server.answers = [(200, {"job_id": "a", "status": "cancelled"})]
+    assert run(["jobs", "cancel", "a", "b", "c", "--json", "--url", server.url]) == 3
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"jobs": [{"job_id": "a", "status": "cancelled"}]}
+    assert "cannot reach" in shown.err
 
 
 @pytest.mark.parametrize(("given", "sent"), [("high", "HIGH"), ("-50", -50), ("7", 7)])
@@ -597,6 +970,23 @@ def test_a_workflow_is_created_shown_stopped_and_started_over(server, capsys, tm
         ("GET", "/workflows/x"),
     ]
     assert server.asked[8][2] == {"task": "b"}
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        (
+            {"completed": 4, "total": 6, "done": 1, "failed": 2, "cancelled": 1},
+            "4 of 6 (1 done, 2 failed, 1 cancelled)",
+        ),
+        ({"completed": 1, "total": 6, "done": 0, "failed": 1, "cancelled": 0}, "1 of 6 (1 failed)"),
+        ({"completed": 0, "total": 6, "done": 0, "failed": 0, "cancelled": 0}, "0 of 6\n"),
+    ],
+)
+def test_a_workflow_tells_how_its_tasks_ended(counts, told, server, capsys):
+    server.answers = [(200, FLOW | {"progress": counts, "tasks": [TASK], "next_cursor": None})]
+    assert run(["workflows", "show", "w", "--url", server.url]) == 0
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]"])
@@ -722,8 +1112,9 @@ def test_a_dry_run_says_so(server, capsys):
 
 def pool(status="running", **fields):
     base = {"pool_id": "p", "status": status, "status_reason": None, "running": 0, "ready_slots": 0, "workers": 0}
-    times = {"oldest_running_seconds": None, "drain_seconds_left": None, "spawned_workers": 0, "desired_workers": 2}
-    return base | times | {"members": [], "assignments": []} | fields
+    times = {"oldest_running_seconds": None, "drain_seconds_left": None}
+    size = {"spawned_workers": 0, "desired_workers": 2, "min_workers": 0, "max_workers": None}
+    return base | times | size | {"members": [], "assignments": []} | fields
 
 
 @pytest.fixture
@@ -760,6 +1151,21 @@ def test_what_pools_commands_send(server, capsys):
         assert run(["pools", *arguments, "--url", server.url]) == 0, arguments
         assert server.asked[-1] == asked
     assert "a/b is forgotten" in capsys.readouterr().out
+
+
+def test_scaling_tells_what_was_set_and_what_is_there(server, capsys):
+    size = {"desired_workers": 400, "spawned_workers": 2, "min_workers": 1, "max_workers": 512}
+    far = pool(status_reason="no room for 398 workers", **size)
+    server.answers = [(200, far), (200, far), (200, pool())]
+    assert run(["pools", "scale", "p", "400", "--url", server.url]) == 0
+    told = "p  running  no room for 398 workers\n400 workers wanted, 2 there (at least 1, at most 512)\n"
+    assert capsys.readouterr().out == told
+    assert run(["pools", "scale", "p", "400", "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out)["desired_workers"] == 400
+    assert run(["pools", "scale", "p", "--min", "0", "--url", server.url]) == 0
+    assert capsys.readouterr().out.endswith("\n2 workers wanted, 0 there\n")
+    assert run(["pools", "scale", "p", "4097", "--url", server.url]) == 2
+    assert "0<=x<=4096" in capsys.readouterr().err
 
 
 def test_pools_and_nodes_are_listed_and_shown(server, capsys):
@@ -915,6 +1321,8 @@ def test_dev_and_the_readme_submit_the_same_job():
 def test_a_data_directory_has_one_holder(tmp_path):
     program = """
 import pathlib, sys
+from orchestrator.client.api import Api
+from orchestrator.client.errors import ServerUnreachable
 from orchestrator.embedded import DataDir
 held = DataDir(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
@@ -1137,6 +1545,31 @@ def test_workflows_are_readable_in_80_columns(workflow_id, monkeypatch, capsys):
 def test_an_endless_id_leaves_room_for_the_status(monkeypatch, capsys):
     _, told = narrow(monkeypatch, capsys, ["job_id", "status"], {"job_id": "i" * 200, "status": "dead_letter"})
     assert told[1] == "dead_letter" and told[0].endswith("…")
+
+
+def traced(error):
+    try:
+        raise error
+    except Exception as raised:
+        try:
+            raise RuntimeError("size\n  is\n\ntwo") from raised
+        except RuntimeError as last:
+            return trace(last), trace(raised)
+
+
+def test_the_line_of_an_error_that_says_what_went_wrong_is_shown():
+    last, first = traced(ValueError("one\ntwo"))
+    group = traced(ExceptionGroup("many", [ValueError("one\ntwo"), KeyError("k")]))[1]
+    for text, line in (
+        (first, "ValueError: one"),
+        (last, "RuntimeError: size"),
+        (f"…{last[30:]}", "RuntimeError: size"),  # as an audit row has it, whose beginning is cut
+        (group, "ExceptionGroup: many (2 sub-exceptions)"),
+        ("Permanent: one\ntwo", "Permanent: one"),
+        ("\n \n", "\ufffd \ufffd"),
+        (first[: first.index("ValueError") - 1], "raise error"),  # the end is cut
+    ):
+        assert output.cell(text) == line, text
 
 
 def test_an_error_is_one_line_in_a_table_and_all_of_them_in_a_record(capsys):

@@ -1,5 +1,6 @@
 """Why a job waits: one reason, the one that would stop it first."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import combinations
 from typing import Any
@@ -35,11 +36,11 @@ def job(**fields):
     return usual | fields
 
 
-def no_room() -> dict[str, Any]:
-    ask = Ask(500, key="j")
+def no_room(memory_mb: int = 500, gpu_count: int = 1, known: Sequence[GpuView] = (FULL,)) -> dict[str, Any]:
+    ask = Ask(memory_mb, gpu_count, key="j")
     placement = Cluster([FULL]).place(ask)
     assert isinstance(placement, Refused)
-    return {"ask": ask, "gpus": [FULL], "placement": placement}
+    return {"ask": ask, "gpus": [FULL], "known": known, "placement": placement}
 
 
 def facts(**given) -> Facts:
@@ -52,8 +53,51 @@ OBSTACLES: dict[Why, dict[str, Any]] = {
     Why.PAUSED: {"pauses": {"agent:a": "too loud"}},
     Why.NO_WORKER: {"teams": []},
     Why.CAP_FULL: {"caps": [Cap("agent:a", 2, 2)]},
+    Why.TOO_LARGE: no_room(1001),
     Why.NO_GPU: no_room(),
 }
+
+
+LARGE = [FULL._replace(gpu_uuid=f"GPU-{n}", node_id="big", gpu_index=n, usable_mb=8000, health="lost") for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("memory_mb", "gpu_count", "words"),
+    [
+        (9000, 1, "needs 9000 MB, which fits no GPU that is known now: the largest can lease 8000 MB, on node big"),
+        (9000, 2, "needs 9000 MB on each of 2 GPUs of one node, which fits no GPU that is known now: the largest"),
+        (8000, 3, "needs 8000 MB on each of 3 GPUs of one node, and no node that is known now has so many: at most 2,"),
+        (500, 4, "no node that is known now has so many: at most 3, on node big; ask for less, or add a node"),
+        # What is ill, full or another's may be free one day.
+        (8000, 1, None),
+        (8000, 2, None),
+    ],
+)
+def test_what_no_node_could_ever_hold_is_told_with_the_most_that_one_has(memory_mb, gpu_count, words):
+    beside = FULL._replace(gpu_uuid="GPU-3", node_id="big", gpu_index=3)
+    found = no_room(memory_mb, gpu_count, [FULL, *LARGE, beside])
+    told = explain(facts(**found))
+    assert told.reason is (Why.TOO_LARGE if words else Why.NO_GPU)
+    assert (words or "needs") in told.message and told.position == 1 and told.starts_in_s is None
+    deferred = explain(facts(**found, job=job(queued="delayed", wait_reason="?")))
+    assert deferred.reason is told.reason
+
+
+def test_without_any_gpu_nothing_is_too_large():
+    assert explain(facts(**no_room(5000, known=()))).reason is Why.NO_GPU
+
+
+@pytest.mark.parametrize(
+    ("key", "command"),
+    [
+        ("global", "gpuorch queue resume"),
+        ("pool:gold", "gpuorch queue resume --pool gold"),
+        ("type:echo", "gpuorch queue resume --type echo"),
+        ("agent:a b:c", "gpuorch queue resume --agent 'a b:c'"),
+    ],
+)
+def test_a_pause_is_told_with_the_command_that_ends_this_one(key, command):
+    assert explain(facts(pauses={key: ""})).message == f"an operator paused {key}; `{command}`"
 
 
 @pytest.mark.parametrize("why", OBSTACLES)
@@ -115,6 +159,21 @@ def test_its_place_and_when_its_turn_comes():
     assert explain(facts(ahead=8, ahead_at_least=True)).message.startswith("at least 8")
     announced = explain(facts(job=job(queued="announced"), run_s=3.0))
     assert (announced.reason, announced.position, announced.starts_in_s) == (Why.NEXT, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"pool_reason": "no node has a handler for type 'x'", "drained": ["n"]},
+            ": no node has a handler for type 'x'",
+        ),
+        ({"drained": ["n1", "n2"]}, "; drained: n1, n2 (gpuorch nodes resume NODE)"),
+        ({}, "; start one: gpuorch worker --pool "),
+    ],
+)
+def test_where_nobody_serves_it_is_told_what_is_known_of_that(given, words):
+    assert words in explain(facts(teams=[], **given)).message
 
 
 @pytest.mark.parametrize("why", [Why.POOL_CLOSED, Why.PAUSED, Why.NO_WORKER, Why.NO_GPU])

@@ -25,7 +25,8 @@ from orchestrator.jobs import (
     new_job_id,
 )
 from orchestrator.jsontext import canonical_json
-from orchestrator.settings import RetryRule, Settings
+from orchestrator.setting_values import RetryRule
+from orchestrator.settings import Settings
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=30.0, max_crashes=2)
 
@@ -163,6 +164,13 @@ def test_depth_is_limited_without_recursion():
     for levels in (64, 65, 100_000):
         with pytest.raises(InvalidInput, match="deeper than 64"):
             prepare(payload={"v": deep(levels)})
+
+
+@pytest.mark.parametrize("value", [101, -101, 10**400, "URGENT", "7", 1.5, True, None, []])
+def test_a_priority_is_told_in_whole(value):
+    with pytest.raises(InvalidInput) as refused:
+        prepare(priority=value)
+    assert refused.value.message == "priority: must be LOW, NORMAL, HIGH or a whole number of -100…100"
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,22 @@ def test_a_wait_asks_again_until_the_job_has_ended(api):
         Script({"status": "running"}).run(JobsOf.wait.steps(JobsOf(api, 60.0), "j", timeout_s=0.0))
 
 
+def test_a_listing_ends_where_there_is_no_cursor_and_not_where_a_page_is_empty(api):
+    pages: Any = ([], "x"), ([{"job_id": "a"}], "y"), ([], "z"), ([{"job_id": "b"}], None)
+    script = Script(*({"jobs": found, "next_cursor": following} for found, following in pages))
+    script.run(JobsOf.jobs.steps(JobsOf(api, 60.0), type="rare"))
+    assert [job["job_id"] for job in script.emitted] == ["a", "b"]
+    assert [request.params["cursor"] for request in script.requests] == [None, "x", "y", "z"]
+
+
+def test_leases_are_all_of_them(api):
+    pages: Any = ([{"lease": "a"}], "x"), ([], "y"), ([{"lease": "b"}], None)
+    script = Script(*({"leases": found, "next_cursor": following} for found, following in pages))
+    assert script.run(JobsOf.leases.steps(JobsOf(api, 60.0))) == [{"lease": "a"}, {"lease": "b"}]
+    assert [request.params["cursor"] for request in script.requests] == [None, "x", "y"]
+    assert Script({"leases": []}).run(JobsOf.leases.steps(JobsOf(api, 60.0))) == []
+
+
 def test_workflows(api):
     flows = WorkflowsOf(api, 60.0)
     script = Script({}, {}, {}, {}, {})

@@ -11,6 +11,7 @@ import pymysql
 import pytest
 import redis
 
+from tests import servers
 from tests.processes import alive
 from tests.servers import (
     PORTS,
@@ -193,3 +194,13 @@ def test_a_port_that_somebody_took_meanwhile_is_not_insisted_on(private_server, 
             return server
 
         assert private_server(unlucky).port != taken
+
+
+def test_what_killed_tests_left_in_memory_is_removed_and_nothing_else(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = [f"orch-redis-{gone.pid}-a", f"orch-redis-{os.getpid()}-b", "somebody-s"]
+    for name in names:
+        (tmp_path / name / "data").mkdir(parents=True)
+    servers._tidy(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from orchestrator.errors import WorkerLost
 from tests.waiting import wait_until
 from worker.post import Post
@@ -82,11 +84,17 @@ def declared_dead() -> None:
     raise WorkerLost("worker")
 
 
-def test_a_session_that_is_declared_dead_before_its_first_heartbeat_leaves_nothing_and_is_followed():
+def broken() -> None:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("trouble", [declared_dead, broken])
+def test_a_session_that_cannot_begin_leaves_nothing_and_is_followed(trouble):
+    """The leader gave it up before its first heartbeat, or there is a bug."""
     made: list[FakeSession] = []
 
     def new_session(post: Post) -> FakeSession:
-        made.append(FakeSession(post, (lambda: None) if made else declared_dead))
+        made.append(FakeSession(post, (lambda: None) if made else trouble))
         return made[-1]
 
     service = manned(new_session)
@@ -104,21 +112,3 @@ def test_a_post_without_a_session_is_over_and_says_why(caplog):
     assert service.join(5.0)
     assert not service.leaving
     assert [(record.message, record.exc_info is not None) for record in caplog.records] == [("post broke", True)]
-
-
-def broken() -> None:
-    raise RuntimeError("a bug")
-
-
-def test_a_bug_costs_a_session_and_leaves_nothing_of_it():
-    made: list[FakeSession] = []
-
-    def new_session(post: Post) -> FakeSession:
-        made.append(FakeSession(post, (lambda: None) if made else broken))
-        return made[-1]
-
-    service = manned(new_session)
-    wait_until(lambda: len(made) == 2, what="another session")
-    assert made[0].told == ["begin", "abandon"]
-    service.leave(0.0)
-    assert service.join(5.0)

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from orchestrator.config import Loaded, describe, load
 from orchestrator.errors import ConfigError
-from orchestrator.settings import FIELDS, RELATIONS, RetryRule, Settings, safe_url
+from orchestrator.setting_values import RetryRule
+from orchestrator.settings import FIELDS, RELATIONS, Settings, safe_url
 
 MARIADB = "mysql+pymysql://orch:s3cr3t@db:3306/orchestrator"
 REDIS = "rediss://:s3cr3t@redis:6379/1"
@@ -182,7 +183,7 @@ def test_rules_by_type_that_make_no_sense_are_refused(text):
 
 def test_a_wrong_rule_is_named():
     message = the_refusal(environ={"ORCH_RETRY_BY_TYPE": '{"embed": {"max_attempt": 3}}'})
-    assert message.endswith("(environment ORCH_RETRY_BY_TYPE): embed.max_attempt: Extra inputs are not permitted")
+    assert message.endswith("(environment ORCH_RETRY_BY_TYPE): embed.max_attempt: is unknown")
 
 
 # Wrong values.
@@ -273,6 +274,10 @@ def test_a_wrong_rule_is_named():
         ("gpu_mem_gate_pct", "101"),
         ("redis_block_ms", "0"),
         ("payload_max_depth", "100000"),
+        ("kubernetes_url", "https://u@h"),
+        ("kubernetes_url", "https://h?x"),
+        ("kubernetes_url", "https://h#x"),
+        ("otlp_endpoint", "https://h#x"),
         ("log_format", "xml"),
         ("log_level", "loud"),
     ],
@@ -323,9 +328,9 @@ def test_wrong_types_of_flags_are_refused(cli):
 
 def test_messages_read_like_sentences():
     assert the_refusal(environ={"ORCH_PORT": "eighty"}) == (
-        "port = 'eighty' (environment ORCH_PORT): must be a valid integer"
+        "port = 'eighty' (environment ORCH_PORT): must be a whole number"
     )
-    assert the_refusal(cli={"port": 70000}) == "port = 70000 (flag): must be less than or equal to 65535"
+    assert the_refusal(cli={"port": 70000}) == "port = 70000 (flag): must be at most 65535"
 
 
 @pytest.mark.parametrize(
@@ -408,14 +413,13 @@ def test_without_its_file_nothing_is_said_about_relations(config):
 
 BROKEN = [
     ({"worker_heartbeat_s": 3.4}, "worker_heartbeat_s = 3.4, worker_timeout_s = 10.0: "),
-    ({"lease_ttl_s": 5.9}, "worker_heartbeat_s = 2.0, lease_ttl_s = 5.9: "),
     ({"lease_ttl_max_s": 59.0}, "lease_ttl_s = 60.0, lease_ttl_max_s = 59.0: "),
     ({"gpu_sample_s": 1.7}, "gpu_sample_s = 1.7, gpu_stale_s = 5.0: "),
     (
         {"leader_trust_margin_s": 8.6},
         "leader_interval_s = 0.5, leader_ttl_s = 10.0, leader_trust_margin_s = 8.6: ",
     ),
-    ({"redis_block_ms": 5000}, "redis_block_ms = 5000, redis_timeout_s = 5.0: "),
+    ({"redis_block_ms": 4501}, "redis_block_ms = 4501, redis_timeout_s = 5.0: "),
     ({"claim_idle_ms": 3999}, "worker_heartbeat_s = 2.0, claim_idle_ms = 3999: "),
     ({"lane_window_min": 4097}, "lane_window_min = 4097, lane_window_max = 4096: "),
     ({"retry_cap_s": 0.9}, "retry_base_s = 1.0, retry_cap_s = 0.9: "),
@@ -423,8 +427,8 @@ BROKEN = [
     ({"retention_results_s": 2_592_001.0}, "retention_results_s = 2592001.0, retention_jobs_s = 2592000.0: "),
     ({"retention_results_s": 0.0}, "retention_results_s = 0.0, retention_jobs_s = 2592000.0: "),
     (
-        {"retention_jobs_s": 59.0, "retention_results_s": 59.0},
-        "lease_ttl_s = 60.0, retention_jobs_s = 59.0: ",
+        {"retention_jobs_s": 14.9, "retention_results_s": 14.9},
+        "worker_timeout_s = 10.0, retention_jobs_s = 14.9: ",
     ),
 ]
 
@@ -447,17 +451,17 @@ def test_every_relation_has_a_case():
     "cli",
     [
         {"worker_heartbeat_s": 0.1, "worker_timeout_s": 0.3},  # 3 * 0.1 is a bit more than 0.3 in binary
-        {"lease_ttl_s": 6.0},
+        {"lease_ttl_s": 0.1},  # clients' alone
         {"lease_ttl_max_s": 60.0},
         {"gpu_sample_s": 0.1, "gpu_stale_s": 0.3},
         {"leader_trust_margin_s": 8.5},
-        {"redis_block_ms": 4999},
+        {"redis_block_ms": 4500},
         {"claim_idle_ms": 4000},
         {"lane_window_min": 4096},
         {"retry_cap_s": 1.0},
         {"republish_after_s": 1.0},
         {"retention_results_s": 1.0},
-        {"retention_jobs_s": 60.0, "retention_results_s": 60.0},
+        {"retention_jobs_s": 15.0, "retention_results_s": 15.0},
         {"retention_jobs_s": 0.0},
         {"retention_jobs_s": 0.0, "retention_results_s": 0.0},
     ],
@@ -472,6 +476,17 @@ def test_the_message_of_a_relation():
         "worker_timeout_s (two lost heartbeats are no death); "
         "raise worker_timeout_s or lower worker_heartbeat_s"
     )
+    assert the_refusal(cli={"redis_block_ms": 4999}) == (
+        "redis_block_ms = 4999, redis_timeout_s = 5.0: redis_block_ms plus 0.5 s must not exceed redis_timeout_s "
+        "(an idle read is no dead server); raise redis_timeout_s or lower redis_block_ms"
+    )
+
+
+def test_a_worker_that_counts_as_alive_keeps_the_leases_of_its_jobs():
+    """Whatever clients get by default. Slots are told a beat less than it (worker/keepalive.py)."""
+    assert [Settings(lease_ttl_s=ttl_s).job_lease_ttl_s for ttl_s in (6.0, 60.0)] == [12.5, 12.5]
+    slow = Settings(worker_timeout_s=30.0, worker_heartbeat_s=10.0, claim_idle_ms=60_000)
+    assert slow.job_lease_ttl_s - slow.worker_heartbeat_s == slow.worker_timeout_s
 
 
 def test_all_problems_are_reported_together(config):
@@ -501,6 +516,7 @@ def test_a_refused_value_takes_no_part_in_relations():
         ("mysql:/u:s3cr3t@h/db", "mysql:***@h/db"),
         ("unix:///r.sock?db=1&password=s3cr3t&x=y", "unix:///r.sock?db=1&password=***&x=y"),
         ("mysql://u@h/db?PASSWD=s3cr3t@", "mysql://u@h/db?PASSWD=***"),
+        ("redis://h?p%61ssword=s3cr3t&client_name=me", "redis://h?p%61ssword=***&client_name=me"),
         ("mysql://u@h/db", "mysql://u@h/db"),
         ("redis://h:6379/0", "redis://h:6379/0"),
         ("sqlite:///x.db", "sqlite:///x.db"),
@@ -547,6 +563,11 @@ def test_nothing_printed_holds_a_password():
         {"redis_url": "redis+sentinel://:s3cr3t@h"},
         {"redis_url": "redis://h?password=s3cr3t&foo=bar"},
         {"host": "redis://:s3cr3t@h"},
+        {"kubernetes_url": "https://:s3cr3t@h"},
+        {"kubernetes_url": "https://u:s3cr3t@h"},
+        {"kubernetes_url": "https://h?token=s3cr3t"},
+        {"otlp_endpoint": "https://:s3cr3t@h"},
+        {"otlp_endpoint": "https://h?token=s3cr3t"},
         {"s3cr3t_key": "s3cr3t"},
     ],
 )

@@ -175,7 +175,7 @@ class Answers(BaseHTTPRequestHandler):
         base = look()
         known: dict[str, Any] = {
             "/jobs/stats": base.stats,
-            "/workers": {"workers": list(base.workers)},
+            "/workers": self.workers(list(base.workers)),
             "/gpus": {"gpus": list(base.gpus)},
             "/control/leader": dict(base.leader),
             "/control/paused": {"paused": []},
@@ -185,6 +185,12 @@ class Answers(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+
+    def workers(self, known):
+        """The first of them, and then the rest."""
+        if "cursor=rest" in self.path:
+            return {"workers": known[1:], "next_cursor": None}
+        return {"workers": known[:1], "next_cursor": "rest"}
 
     def log_message(self, *args):
         pass
@@ -289,5 +295,6 @@ def test_without_a_terminal_it_is_one_frame(url, capsys):
     assert run(["top", "--url", url]) == 0
     shown = capsys.readouterr().out
     assert "LANE" in shown and "WORKER" in shown and "GPUS" in shown and "\x1b" not in shown
+    assert "workers 2 alive" in shown  # of all pages
     assert run(["top", "--json", "--url", url]) == 0
     assert json.loads(capsys.readouterr().out)["leader"]["epoch"] == 4

@@ -22,7 +22,7 @@ from orchestrator.jobs import ErrorKind, Ready, Status
 from orchestrator.settings import Settings
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
-from orchestrator.telemetry import exporting, guard, traceparent, tracing
+from orchestrator.telemetry import exporting, guard, seldom, traceparent, tracing
 from orchestrator.telemetry.attempts import Attempts
 from orchestrator.telemetry.sdk import LIMITS, context_of
 from orchestrator.telemetry.spans import Spans
@@ -755,7 +755,7 @@ def test_that_spans_are_lost_is_told_once_in_a_while(caplog, monkeypatch, how):
     for _ in range(3):
         assert exporter.export([Mock(), Mock()]) is SpanExportResult.FAILURE
     assert [(one.message, one.spans) for one in caplog.records] == [("spans lost", 2)]
-    monkeypatch.setattr(exporter._losses, "_seldom", guard.Seldom())
+    monkeypatch.setattr(exporter._losses, "_seldom", seldom.Seldom())
     exporter.export([Mock()])
     assert caplog.records[-1].spans == 5
 

@@ -45,7 +45,6 @@ def cluster(
         data_dir=tmp_path,
         gpu_backend="sim:2x24576",
         node_id="node-1",
-        lease_ttl_s=3.0,
         worker_slots=2,
         worker_grace_s=0.5,
         worker_timeout_s=worker_timeout_s,

@@ -5,6 +5,8 @@ import signal
 
 from sqlalchemy import text
 
+from orchestrator.store import schema
+from tests.processes import gone
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO, locked_gpus
 from tests.worker.test_worker import GATED, events, submit
@@ -51,6 +53,26 @@ def freeze_inside_a_transaction(cluster, worker):
         worker.send(signal.SIGSTOP)
 
 
+def test_a_draining_worker_that_was_declared_dead_ends_what_it_runs(cluster, orchestrator, gate):
+    """Its jobs run elsewhere by then; it would wait for their end for as long as it drains."""
+    worker = cluster.worker(worker_handlers=GATED, worker_slots=1)
+    job_id = submit(orchestrator, "gated", {"gate": str(gate)})
+    cluster.wait_for(job_id, "running")
+    (slot,) = worker.slots()
+    worker.send(signal.SIGUSR1)
+    wait_until(lambda: cluster.count("workers", schema.workers.c.status == "draining"), what="it drains")
+    worker.send(signal.SIGSTOP)
+    cluster.wait_for(job_id, "pending")
+    worker.send(signal.SIGCONT)
+    wait_until(lambda: gone(slot), what="the end of what it ran")
+    assert worker.process.wait(30) == 0
+    assert cluster.count("workers", schema.workers.c.status == "lost") == 1
+    assert cluster.count("orchestrator_audit", schema.audit.c.event_type == "worker.stopped") == 0
+    gate.unlink()
+    cluster.worker(worker_handlers=GATED)
+    assert cluster.wait_for(job_id, "done")["attempt"] == 2
+
+
 def test_a_frozen_slot_that_does_not_take_its_job_is_replaced(cluster, orchestrator):
     worker = cluster.worker(worker_slots=1)
     (frozen,) = worker.slots()
@@ -59,3 +81,11 @@ def test_a_frozen_slot_that_does_not_take_its_job_is_replaced(cluster, orchestra
     job_id = submit(orchestrator, "echo", {"data": "x" * 900_000})
     assert cluster.wait_for(job_id, "done")["crashes"] == 1
     assert frozen not in worker.slots()
+
+
+def test_a_worker_that_does_not_wait_for_its_posts_any_longer_says_so(cluster):
+    worker = cluster.worker(worker_slots=1, worker_grace_s=0.1, db_timeout_s=0.5)
+    (frozen,) = worker.slots()
+    os.kill(frozen, signal.SIGSTOP)  # it is waited for longer than that
+    assert worker.stop() == 1
+    assert "left without waiting longer" in worker.log.read_text()

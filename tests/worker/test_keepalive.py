@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -19,7 +18,7 @@ from orchestrator.store import schema, withdraw
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import walking
 from orchestrator.store.nodes import Beat
-from tests.factories import Hand, active_leases, gpu, hire, rows, submit, traffic
+from tests.factories import Hand, active_leases, gpu, hire, holding, rows, submit, traffic
 from worker.keepalive import Keepalive, Pulse
 from worker.lifeline import _VOUCHED, Lifeline
 
@@ -200,17 +199,6 @@ def test_what_cannot_be_written_of_one_is_no_trouble_of_the_others(db, keepalive
 
 #: Seconds that a beat may take at most: one lock wait of the sample, and what a busy machine adds.
 BOUND_S = 4.0
-
-
-@contextmanager
-def holding(db: Database, table: Any, *condition: Any, read: bool = False) -> Iterator[None]:
-    """As an operator's session would, for as long as it likes."""
-    with db.engine.connect() as other:
-        other.execute(text("SET SESSION idle_transaction_timeout = 0"))
-        assert other.execute(select(table).where(*condition).with_for_update(read=read)).all()
-        yield
-        other.rollback()
-        other.invalidate()
 
 
 @pytest.fixture

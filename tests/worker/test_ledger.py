@@ -8,13 +8,29 @@ import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
 import worker.acknowledger
+from orchestrator.leases import Remains
 from orchestrator.store import schema
-from orchestrator.store.claim import Claim
+from orchestrator.store.claim import HELD, Claim, NotClaimed
+from orchestrator.store.database import RowsHeld
 from orchestrator.store.policies import Copy
-from orchestrator.store.settle import finish_all
+from orchestrator.store.settle import Left, Release, Start, finish_all
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.lane import Lane
-from tests.factories import POLICY, Hand, active_leases, done, gpu, hire, row, rows, submit
+from tests.factories import (
+    POLICY,
+    Hand,
+    active_leases,
+    done,
+    gpu,
+    hire,
+    history,
+    holding,
+    holding_job,
+    row,
+    rows,
+    status,
+    submit,
+)
 from tests.waiting import wait_until
 from worker.acknowledger import Acknowledger
 from worker.ledger import Ledger
@@ -62,14 +78,14 @@ def ledger(db, hand: Hand, redis_url: str, settings, stuck, busy) -> Iterator[Le
 
 def fail_first(db, monkeypatch, *errors: Exception) -> list[Exception]:
     """The next transactions raise these, one each; what is left of them."""
-    left, write = [*errors], db.write
+    left, run = [*errors], db._run
 
-    def failing(work: Any) -> Any:
-        if left and threading.current_thread().name == "ledger":
+    def failing(engine: Any, work: Any, *, transaction: bool, **how: Any) -> Any:
+        if left and transaction and threading.current_thread().name == "ledger":
             raise left.pop(0)
-        return write(work)
+        return run(engine, work, transaction=transaction, **how)
 
-    monkeypatch.setattr(db, "write", failing)
+    monkeypatch.setattr(db, "_run", failing)
     return left
 
 
@@ -162,3 +178,128 @@ def test_a_claim_that_meets_trouble_is_answered_so(db, ledger, monkeypatch):
     with pytest.raises(Exception, match="the claim failed"):
         ledger.claim([job_id]).result(10)
     assert isinstance(ledger.claim([job_id]).result(10)[job_id], Claim)
+
+
+# --- rows that somebody holds ---
+
+
+def wait_done(db, *claims: Claim) -> None:
+    wait_until(lambda: {status(db, claim.job_id) for claim in claims} == {"done"}, what="done")
+
+
+def test_an_end_whose_row_is_held_keeps_no_other_from_being_written(db, hand, ledger):
+    """F-32."""
+    held, first, second = hand.claim(*submit(db, 3))
+    with holding_job(db, held.job_id):
+        ledger.note(done(held), "1-1")
+        ledger.note(done(first), "1-2")
+        wait_done(db, first)
+        ledger.note(done(second), "1-3")
+        wait_done(db, second)
+        assert status(db, held.job_id) == "claimed"
+    wait_done(db, held)
+    assert sorted(result.job_id for result in rows(db, schema.results)) == sorted(
+        claim.job_id for claim in (held, first, second)
+    )
+    assert history(db, held.job_id).count("job.done") == 1
+
+
+def test_a_start_that_was_put_off_changes_nothing_when_its_end_is_written(db, hand, ledger):
+    (claim,) = hand.claim(*submit(db))
+    with holding_job(db, claim.job_id):
+        ledger.note(Start(claim.job_id, claim.attempt), "1-1")
+        wait_until(lambda: ledger._late, what="put off")
+        ledger.note(done(claim), "1-1")
+        wait_until(lambda: len(ledger._late) == 2, what="both are put off")
+    wait_done(db, claim)
+    wait_until(lambda: not ledger._late, what="nothing is left")
+    events = history(db, claim.job_id)
+    assert events.count("job.done") == 1
+    assert events.index("job.done") == len(events) - 1
+
+
+def test_of_an_offer_all_are_claimed_but_the_job_whose_row_is_held(db, hand, ledger):
+    first, held, *rest = submit(db, 5)
+    with holding_job(db, held):
+        answers = ledger.claim([first, held, *rest]).result(20)
+        assert answers.pop(held) == NotClaimed(HELD)
+        assert sorted(answers) == sorted([first, *rest])
+        assert all(isinstance(answer, Claim) for answer in answers.values())
+        assert ledger.claim([held]).result(20) == {held: NotClaimed(HELD)}
+    assert (status(db, held), row(db, held).attempt) == ("pending", 0)
+    assert isinstance(ledger.claim([held]).result(20)[held], Claim)
+
+
+def test_who_needs_a_gpu_that_is_held_is_left_for_later_and_the_others_are_claimed(db, hand, ledger):
+    (leased,), (plain,) = submit(db, min_memory_mb=100), submit(db)
+    with holding(db, schema.gpus):
+        answers = ledger.claim([leased, plain]).result(20)
+        assert answers[leased] == NotClaimed(HELD)
+        assert isinstance(answers[plain], Claim)
+        waiting = row(db, leased)
+        assert (waiting.status, waiting.queued, waiting.wait_reason) == ("pending", "delayed", HELD)
+    assert active_leases(db) == []
+
+
+@pytest.mark.parametrize("table", [schema.jobs, schema.gpus], ids=["its own", "of its GPU"])
+def test_a_job_that_is_ours_by_a_lost_answer_is_offered_again_until_its_row_is_free(db, hand, ledger, table):
+    """Nobody else would hand it back: its worker lives, and does not know it."""
+    (claim,) = hand.claim(*submit(db, min_memory_mb=100))
+    with holding(db, table), pytest.raises(RowsHeld):
+        ledger.claim([claim.job_id]).result(20)
+    again = ledger.claim([claim.job_id]).result(20)[claim.job_id]
+    assert isinstance(again, Claim)
+    assert again.attempt == 2
+
+
+def test_a_model_is_not_released_before_the_end_that_left_it_is_written(db, hand, ledger):
+    (claim,) = hand.claim(*submit(db, min_memory_mb=100))
+    model = f"model:{hand.worker_id}:0"
+    left = Left(Remains.MODEL, f"{hand.worker_id}#0", model, "echo")
+    with holding_job(db, claim.job_id):
+        ledger.note(done(claim)._replace(left=left), "1-1")
+        wait_until(lambda: ledger._late, what="put off")
+        ledger.note(Release(model, Left()))
+        (other,) = hand.claim(*submit(db))
+        ledger.note(done(other), "1-2")
+        wait_done(db, other)
+    wait_done(db, claim)
+    wait_until(lambda: active_leases(db) == [], what="the lease is over")
+    assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
+
+
+def test_an_end_whose_row_is_held_after_the_server_stumbled_holds_up_nobody(db, hand, ledger, monkeypatch):
+    held, free = hand.claim(*submit(db, 2))
+    fail_first(db, monkeypatch, trouble(1317))
+    with holding_job(db, held.job_id):
+        ledger.note(done(held), "1-1")
+        ledger.note(done(free), "1-2")
+        wait_done(db, free)
+    wait_done(db, held)
+
+
+def test_an_end_that_was_put_off_and_can_never_be_stored_keeps_no_release_waiting(db, hand, ledger, monkeypatch, stuck):
+    (claim,) = hand.claim(*submit(db))
+    model = f"model:{hand.worker_id}:0"
+    refused = DataError("INSERT …", {}, Exception(1406, "too long"))
+    with holding_job(db, claim.job_id):
+        ledger.note(done(claim)._replace(left=Left(Remains.MODEL, "slot", model, "echo")), "1-1")
+        wait_until(lambda: ledger._late, what="put off")
+        fail_first(db, monkeypatch, refused, refused)
+        assert stuck.wait(20)
+    wait_until(lambda: not ledger._late, what="that nobody waits for it")
+
+
+def test_a_ledger_that_is_closed_gives_up_what_somebody_holds(db, hand, ledger, caplog):
+    (claim,) = hand.claim(*submit(db, min_memory_mb=100))
+    model = f"model:{hand.worker_id}:0"
+    with holding_job(db, claim.job_id):
+        ledger.note(done(claim)._replace(left=Left(Remains.MODEL, "slot", model, "echo")), "1-1")
+        wait_until(lambda: ledger._late, what="put off")
+        ledger.note(Release(model, Left()))
+        ledger.close(1.0)
+        assert not any(thread.is_alive() for thread in ledger._batcher._threads)
+    messages = [line.message for line in caplog.records]
+    assert messages.count("somebody holds a row") == 1, "not at every try"
+    assert messages[-2:] == ["gave up on unwritten results", "a write failed"]
+    assert status(db, claim.job_id) == "claimed"

@@ -1,14 +1,18 @@
 """Where slots are born: what a forked process shares with its siblings, what not, and what if the nursery dies."""
 
+import errno
+import json
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from orchestrator.gpu.processes import describe
-from tests.processes import gone, parent
+from tests.processes import children, few_files, files, gone, parent
 from tests.waiting import wait_until
 from tests.worker.test_worker import submit
 from worker import nursery as nurseries
@@ -25,7 +29,7 @@ CHILD = [sys.executable, "-c", "import os; print(os.environ['GPUORCH_SLOT'])"]
 @handler("about")
 def about(ctx, payload):
     if payload["note"]:
-        Path(payload["note"]).touch()
+        Path(payload["note"]).write_text(str(os.getpid()))
     while not all(Path(note).exists() for note in payload["until"]):
         time.sleep(0.01)
     files = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
@@ -44,8 +48,15 @@ def about(ctx, payload):
 
 
 @pytest.fixture
-def nursery():
-    one = Nursery()
+def no_processes(tmp_path, monkeypatch):
+    """While this file is there, the nursery gets no process from the kernel."""
+    monkeypatch.setenv("NO_PROCESSES", str(tmp_path / "no_processes"))
+    return tmp_path / "no_processes"
+
+
+@pytest.fixture
+def nursery(no_processes):
+    one = Nursery(["tests.worker.no_processes"])
     yield one
     one.close()
 
@@ -60,10 +71,15 @@ def bear(nursery):
         files = [os.memfd_create(name, 0) for name in ("lifeline", "flags")]
         for fd in files:
             os.ftruncate(fd, 4096)
-        child = nursery.bear(["1000", "{}"], [theirs.fileno(), *files], environment, mark)
-        theirs.close()
-        for fd in files:
-            os.close(fd)
+        try:
+            child = nursery.bear(["1000", "{}"], [theirs.fileno(), *files], environment, mark)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for fd in files:
+                os.close(fd)
         opened.append((ours, child))
         return child, ours
 
@@ -138,6 +154,43 @@ def test_a_nursery_ends_when_nobody_can_ask_it_any_more(bear, nursery):
     wait_until(lambda: gone(mother) and gone(child.pid), what="their end")
 
 
+def test_slots_live_on_when_there_is_no_process_for_another(bear, no_processes):
+    child, pipe = bear("w#1")
+    no_processes.touch()
+    with pytest.raises(OSError, match="no more processes"):
+        bear("w#2")
+    no_processes.unlink()
+    again, _ = bear("w#3")
+    assert parent(again.pid) == parent(child.pid)
+    assert "hello" in pipe.receive()[0]
+
+
+@pytest.mark.parametrize("free", [2, 3], ids=["for those of the slot", "to watch the slot by"])
+def test_slots_live_on_when_their_nursery_has_no_file(bear, free):
+    child, pipe = bear("w#1")
+    mother = parent(child.pid)
+    wait_until(lambda: "pidfd" not in "".join(files(mother).values()), what="that it has handed out the first")
+    before = files(mother)
+    with few_files(mother, free), pytest.raises(OSError, match="open files"):
+        bear("w#2")
+    again, _ = bear("w#3")
+    assert parent(again.pid) == mother
+    assert children(mother) == {child.pid, again.pid}
+    wait_until(lambda: files(mother) == before, what="that it has closed the files of the one that was not born")
+    assert "hello" in pipe.receive()[0]
+
+
+def test_slots_live_on_when_their_nursery_cannot_be_asked_for_another(bear, monkeypatch):
+    child, _ = bear("w#1")
+    send = Mock(side_effect=OSError(errno.ENOBUFS, "no memory for a message"))
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no memory for a message"):
+        patched.setattr(socket, "send_fds", send)
+        bear("w#2")
+    send.assert_called_once()  # whoever asks again has to wait before
+    again, _ = bear("w#3")
+    assert parent(again.pid) == parent(child.pid)
+
+
 # ── in a worker ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -168,6 +221,22 @@ def test_a_worker_outlives_its_nursery(cluster, orchestrator, worker):
     assert run(cluster, orchestrator)[0]["pid"] != first
 
 
+def test_a_slot_that_cannot_be_forked_costs_no_job_of_its_neighbours(cluster, orchestrator, worker, tmp_path):
+    begun, enough = tmp_path / "begun", tmp_path / "enough"
+    job_id = submit(orchestrator, "about", {"note": str(begun), "until": [str(enough)]})
+    wait_until(lambda: begun.exists() and begun.read_text(), what="it runs")
+    wait_until(lambda: len(worker.slots()) == 4, what="all slots")
+    (mother,) = children(worker.process.pid)
+    with few_files(mother, 3):
+        os.kill((worker.slots() - {int(begun.read_text())}).pop(), signal.SIGKILL)
+        worker.says("no slot could be started")
+    wait_until(lambda: len(worker.slots()) == 4, what="all slots again")
+    enough.touch()
+    record = cluster.wait_for(job_id, "done")
+    assert (record["attempt"], record["crashes"]) == (1, 0)
+    assert children(worker.process.pid) == {mother}
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_nothing_outlives_a_worker_that_is_killed(cluster, orchestrator, worker, frozen):
     slot = run(cluster, orchestrator)[0]["pid"]
@@ -176,3 +245,19 @@ def test_nothing_outlives_a_worker_that_is_killed(cluster, orchestrator, worker,
         os.kill(mother, signal.SIGSTOP)
     worker.kill()
     wait_until(lambda: gone(slot) and gone(mother), what="their end")
+
+
+def test_a_slot_that_cannot_be_told_of_does_not_live_and_costs_no_other(monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def no_memory(*_):
+        raise OSError(errno.ENOBUFS, "no buffer space")
+
+    monkeypatch.setattr(socket, "send_fds", no_memory)
+    with ours, theirs, subprocess.Popen(["sleep", "600"], start_new_session=True) as slot:
+        try:
+            nurseries._tell_of(theirs, slot.pid, os.pidfd_open(slot.pid))
+            assert gone(slot.pid)
+        finally:
+            slot.kill()
+        assert json.loads(ours.recv(1000)) == {"failed": [errno.ENOBUFS, "no buffer space"]}

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,11 +16,14 @@ import pytest
 
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import Outcome
+from tests.processes import children, few_files, files
 from tests.waiting import wait_until
 from worker import wire
 from worker.lifeline import Lifeline
 from worker.nursery import Nursery
-from worker.slots import SlotEvents, SlotPool
+from worker.post import Model
+from worker.process import SlotProcess
+from worker.slots import LONG_S, SlotEvents, SlotPool
 from worker.starts import Starts
 
 
@@ -57,9 +61,10 @@ def test_slots_that_were_dismissed_before_they_were_up_do_not_count_as_failures(
     assert slots.trouble is None
 
 
-def test_starts_that_fail_hold_up_nobody_for_ever(monkeypatch, eight):
+@pytest.mark.parametrize("failure", [OSError, ValueError])
+def test_starts_that_fail_hold_up_nobody_for_ever(monkeypatch, eight, failure, caplog):
     """As many as may start at once: when there are processes to be had again, slots start."""
-    bear, failures = Nursery.bear, iter([OSError("no more processes")] * 2)
+    bear, failures = Nursery.bear, iter([failure("no more processes")] * 2)
 
     def fail_at_first(self, *given):
         if error := next(failures, None):
@@ -72,6 +77,7 @@ def test_starts_that_fail_hold_up_nobody_for_ever(monkeypatch, eight):
     assert "no more processes" in slots.trouble
     wait_until(lambda: slots.usable() == 8, what="all slots")
     assert slots.trouble is None
+    assert ("slots broke" in caplog.text) == (failure is ValueError)  # a bug is shown with its trace
 
 
 def test_slots_start_a_few_at_a_time_and_all_come_up(eight):
@@ -189,3 +195,108 @@ def test_a_slot_that_does_not_read_the_answer_to_its_question_is_killed(monkeypa
             patched.setattr(wire.Channel, "send", Mock(side_effect=BlockingIOError))
             slot.send({"question": 1})
         wait_until(lambda: slot not in slots._slots, what="its end")
+
+
+@pytest.mark.parametrize("free", range(5))
+def test_a_start_without_files_leaves_nothing_behind(nursery, free):
+    """However far it came. With the last of them the slot lives already, and cannot be watched."""
+    lifeline = Lifeline()
+    before = files(os.getpid())
+    with few_files(os.getpid(), free), pytest.raises(OSError, match="open files"):
+        SlotProcess.start(nursery, COMMAND, {}, lifeline, "w#1")
+    assert files(os.getpid()) == before
+    assert nursery._process and not children(nursery._process._process.pid)
+    lifeline.close()
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    one = Nursery()
+    one.start()
+    yield one
+    one.close()
+
+
+def test_a_slot_starts_when_there_are_files_again(nursery):
+    with ExitStack() as stack:
+        lifeline = Lifeline()
+        stack.callback(lifeline.close)
+        slots = SlotPool(0, "worker", COMMAND, {}, EVENTS, 1.0, lifeline, starts=Starts(1), nursery=nursery)
+        stack.callback(slots.close)
+        slots.start()
+        with few_files(os.getpid(), 4):
+            slots.resize(1)
+            trouble = wait_until(lambda: slots.trouble, what="that it is told")
+        assert trouble and "open files" in trouble
+        wait_until(lambda: slots.usable() == 1, what="a slot")
+
+
+def test_a_slot_that_takes_long_is_told_of_once_and_waited_for(caplog, gate, tmp_path):
+    heavy = tmp_path / "heavy"
+    heavy.touch()
+    command = [*COMMAND, "tests.worker.hanging_handlers"]
+    environment = {"IMPORT_GATE": str(gate), "LOAD_GATE": str(heavy)}
+    with ExitStack() as stack:
+        lifeline = Lifeline()
+        stack.callback(lifeline.close)
+        slots = SlotPool(1, "worker", command, environment, EVENTS, 1.0, lifeline, Model("heavy"))
+        stack.callback(slots.close)
+        slots.start()
+        (mark,) = wait_until(slots.marks, what="a process")
+        (slot,) = slots._slots
+
+        def told_after(seconds: float) -> str | None:
+            slots._look_at_clocks(slot.began + seconds)
+            return slots.late
+
+        assert told_after(LONG_S) is None
+        imports = f"slot {slot.process.pid} imports its handlers, for more than 60 s now"
+        assert [told_after(LONG_S + more) for more in (1, 2)] == [imports, imports]
+        gate.unlink()
+        wait_until(lambda: slots.awaits_load(mark), what="that it is up")
+        assert told_after(LONG_S + 1) is None  # it waits for memory, of which others tell
+        slot.began -= 2 * LONG_S  # as if it had done so for long
+        slots.load(mark, None)
+        slots._look_at_clocks(time.monotonic())
+        assert slots.late is None
+        loads = f"slot {slot.process.pid} loads 'heavy', for more than 60 s now"
+        assert [told_after(LONG_S + more) for more in (1, 2)] == [loads, loads]
+        heavy.unlink()
+        wait_until(lambda: slots.usable() == 1, what="the slot")
+        assert slots.marks() == {mark} and slots.late is None
+        assert [one.reason for one in caplog.records if one.message == "slot takes long"] == [imports, loads]
+
+
+def test_a_slot_that_was_being_started_at_the_end_is_not_waited_for(monkeypatch):
+    """It came after all others had been told to go, and would wait for its model."""
+    bear = Nursery.bear
+
+    def close_meanwhile(self, *given):
+        child = bear(self, *given)
+        closing.start()
+        wait_until(lambda: slots._closing, what="that it closes")
+        with slots._changed:
+            return child  # those that were there have been told
+
+    monkeypatch.setattr(Nursery, "bear", close_meanwhile)
+    lifeline = Lifeline()
+    command = [*COMMAND, "tests.worker.hanging_handlers"]
+    slots = SlotPool(1, "worker", command, {}, EVENTS, 1.0, lifeline, Model("heavy"))
+    closing = threading.Thread(target=slots.close, args=(600.0,), daemon=True)
+    slots.start()
+    wait_until(lambda: closing.ident and not closing.is_alive(), what="its end")
+    lifeline.close()
+
+
+def test_no_slot_is_started_where_no_more_jobs_are_taken_in(monkeypatch, eight):
+    slots = eight(Starts(8))
+    wait_until(lambda: slots.usable() == 8, what="all slots")
+    slots.seal()
+    monkeypatch.setattr(Nursery, "bear", Mock(side_effect=AssertionError("one was started")))
+    turns = Mock(side_effect=slots._turn)
+    monkeypatch.setattr(slots, "_turn", turns)
+    os.kill(slots._slots[0].process.pid, signal.SIGKILL)
+    wait_until(lambda: len(slots.marks()) == 7, what="the end of one")
+    seen = turns.call_count
+    wait_until(lambda: turns.call_count > seen + 1, what="another look")
+    assert slots.trouble is None

@@ -20,11 +20,6 @@ SERVER, PRODUCER, CONSUMER = 2, 4, 5
 
 
 @pytest.fixture
-def db_url(migrated_url):
-    return migrated_url
-
-
-@pytest.fixture
 def receiver() -> Iterator[Receiver]:
     with receiving() as opened:
         yield opened

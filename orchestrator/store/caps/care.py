@@ -45,12 +45,14 @@ def seat_late(conn: Connection, book: Book, limit: int) -> int:
     return len(ids)
 
 
-def heal(conn: Connection) -> int:
+def heal(conn: Connection, *, unheld: bool = False) -> int:
     """Count who is seated where by the jobs themselves, and correct the rows that differ; how many did.
 
-    Right under the locks: who changes a row changes its jobs in the same transaction.
+    Right under the locks: who changes a row changes its jobs in the same transaction. With `unheld` rows stay as they
+    are that somebody holds.
     """
     doubtful = _differing(rows.look_at_all(conn), held.count(conn))
+    doubtful -= rows.held_by_others(conn, doubtful) if unheld else set()
     if not doubtful:
         return 0
     rows.create(conn, sorted(doubtful))

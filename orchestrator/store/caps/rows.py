@@ -9,6 +9,7 @@ from sqlalchemy import Connection, ScalarSelect, bindparam, select, update
 
 from orchestrator.policies import WAITS_FOR_CAP
 from orchestrator.store.dialect import by_key, upsert
+from orchestrator.store.held import held
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import concurrency_caps, jobs
 
@@ -19,6 +20,7 @@ def _first_waiting() -> ScalarSelect[str]:
     return first.correlate(concurrency_caps).scalar_subquery()
 
 
+_KEYS = select(concurrency_caps.c.cap_key)
 _IN_USE = select(concurrency_caps.c.cap_key, concurrency_caps.c.in_use)
 _LOOK = Hot(lambda keys: by_key(_IN_USE.where(concurrency_caps.c.cap_key.in_(keys)), concurrency_caps))
 _IN_ORDER = _IN_USE.order_by(concurrency_caps.c.cap_key)
@@ -64,6 +66,12 @@ def waited(conn: Connection, keys: Collection[str]) -> dict[str, int]:
 
 def lock(conn: Connection, keys: Collection[str]) -> dict[str, int]:
     return _in_use(_LOCK, conn, keys)
+
+
+def held_by_others(conn: Connection, keys: Collection[str]) -> set[str]:
+    """Those of these whose rows somebody else holds; the others are locked."""
+    some = by_key(_KEYS, concurrency_caps).where(concurrency_caps.c.cap_key.in_(sorted(keys)))
+    return {key for (key,) in held(conn, some)}
 
 
 def stay(conn: Connection, keys: Collection[str]) -> dict[str, int]:

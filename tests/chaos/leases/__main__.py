@@ -5,30 +5,22 @@ python -m tests.chaos.leases [--operations 20000] [--clients 64] [--orchestrator
 
 import argparse
 import json
-import secrets
 import signal
 import sys
-import tempfile
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos import broken
 from tests.chaos.leases.run import Plan, Report, run
-
-#: Violations of each invariant that are shown.
-SHOWN = 5
+from tests.chaos.showing import seed_of, show_figures, show_verdict, show_violations, tell
 
 
 def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
-    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    seed = seed_of(options.seed)
     plan = Plan(seed, options.operations, options.clients, options.orchestrators)
-    with tempfile.TemporaryDirectory(prefix="orch-broken-") as folder:
-        if options.sabotage:
-            plan = replace(plan, build=broken.build(options.sabotage, Path(folder)))
-        report = run(plan, lambda text: print(text, file=sys.stderr, flush=True), options.folder)
+    with broken.sabotaged(plan, options.sabotage) as plan:
+        report = run(plan, tell, options.folder)
     if options.json:
         found = [str(violation) for violation in report.violations]
         print(json.dumps({"seed": seed, "figures": report.figures, "violations": found}, indent=1))
@@ -38,14 +30,9 @@ def main() -> int:
 
 
 def _print(report: Report) -> None:
-    for name, value in report.figures.items():
-        print(f"  {name:28s} {value}")
-    for invariant, count in Counter(found.invariant for found in report.violations).most_common():
-        print(f"VIOLATIONS of {invariant}: {count}")
-        for violation in [found for found in report.violations if found.invariant == invariant][:SHOWN]:
-            print(f"  {violation}")
-    verdict = f"{len(report.violations)} violations" if report.violations else "every invariant held"
-    print(f"seed {report.plan.seed}: {verdict}")
+    show_figures(report.figures)
+    show_violations(report.violations)
+    show_verdict(report.plan.seed, report.violations)
 
 
 def _options() -> argparse.Namespace:

@@ -12,9 +12,8 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from orchestrator.children import dying_with_parent
 from orchestrator.settings import Settings
-from orchestrator.store import migrate, schema
+from orchestrator.store import schema
 from orchestrator.store.database import Database
 from tests.chaos.leases.cards import Node, SoleDriver, uuids_of
 from tests.chaos.leases.checker import check
@@ -25,6 +24,7 @@ from tests.chaos.sites import ROOT, SHORT_TIMES
 from tests.cluster import Member
 from tests.gpu.driver import build
 from tests.servers import MariaDB, Redis
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 NODES, CARDS = 2, 4
@@ -78,7 +78,7 @@ def run(plan: Plan, tell: Callable[[str], None] = lambda _text: None, folder: Pa
         )
         db = Database(settings)
         stack.callback(db.close)
-        migrate.upgrade(db)
+        make_tables(db.engine)
         history = History()
         nodes = _nodes(folder, history, settings)
         urls = _start(plan, settings, nodes, stack)
@@ -110,9 +110,9 @@ def _start(plan: Plan, settings: Settings, nodes: Sequence[Node], stack: ExitSta
             settings.model_copy(update=given),
             settings.data_dir / f"{name}.log",
             path=str(ROOT),
-            cwd=plan.build,
-            prefix=dying_with_parent([]),
+            build=plan.build,
             environment=environment,
+            forked=True,
         )
         stack.callback(member.kill)
         return member

@@ -5,33 +5,25 @@ python -m tests.chaos.pools [--seed N] [--minutes 5] [--pools 20] [--nodes 3] [-
 
 import argparse
 import json
-import secrets
 import signal
 import sys
-import tempfile
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos import broken
 from tests.chaos.pools.actions import ACTIONS
 from tests.chaos.pools.run import Plan, Report, run
-
-#: Violations of each invariant that are shown, and jobs whose whole history is.
-SHOWN = 5
+from tests.chaos.showing import seed_of, show_figures, show_histories, show_traces, show_verdict, show_violations, tell
 
 
 def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
-    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    seed = seed_of(options.seed)
     names = options.only.split(",") if options.only else [action.name for action in ACTIONS]
     only = tuple(action for action in ACTIONS if action.name in names)
     plan = Plan(seed, options.minutes, options.pools, options.nodes, options.gpus, only=only)
-    with tempfile.TemporaryDirectory(prefix="orch-broken-") as folder:
-        if options.sabotage:
-            plan = replace(plan, build=broken.build(options.sabotage, Path(folder)))
-        report = run(plan, lambda text: print(text, file=sys.stderr, flush=True), options.folder)
+    with broken.sabotaged(plan, options.sabotage) as plan:
+        report = run(plan, tell, options.folder)
     if options.json:
         found = [str(violation) for violation in report.violations]
         print(json.dumps({"seed": seed, "figures": report.figures, "violations": found}, indent=1))
@@ -41,19 +33,11 @@ def main() -> int:
 
 
 def _print(report: Report) -> None:
-    for name, value in report.figures.items():
-        print(f"  {name:28s} {value}")
-    for message, (count, first) in report.traces.items():
-        print(f"  unexpected exception, {count} times: {message}\n{first}\n")
-    for invariant, count in Counter(found.invariant for found in report.violations).most_common():
-        print(f"VIOLATIONS of {invariant}: {count}")
-        for violation in [found for found in report.violations if found.invariant == invariant][:SHOWN]:
-            print(f"  {violation}")
-    jobs = list(dict.fromkeys(violation.job_id for violation in report.violations if violation.job_id))
-    for job_id in jobs[:SHOWN]:
-        print(f"  history of {job_id}\n{report.history.of(job_id)}")
-    verdict = f"{len(report.violations)} violations" if report.violations else "every invariant held"
-    print(f"seed {report.plan.seed}: {verdict}")
+    show_figures(report.figures)
+    show_traces(report.traces)
+    show_violations(report.violations)
+    show_histories(report.violations, report.history)
+    show_verdict(report.plan.seed, report.violations)
 
 
 def _options() -> argparse.Namespace:
