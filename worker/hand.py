@@ -13,9 +13,12 @@ from collections import deque
 from worker.process import SlotProcess
 from worker.run import Batch
 
-#: Jobs of less than this many seconds are over within moments.
+#: Jobs that usually take less than this many seconds are over within moments. Usually: on a busy machine any of them
+#: may have to wait for a processor.
 BRIEF_S = 0.002
-#: So many of them one after the other, and the next are expected to be like them.
+#: How much the last job counts in what is usual.
+WEIGHT = 1 / 16
+#: So many of them since the last that was not, and the next are expected to be like them.
 IN_A_ROW = 64
 #: Jobs claimed at once, for each slot that is not busy with something longer.
 AHEAD = 2
@@ -33,17 +36,30 @@ class Hand:
     def __init__(self) -> None:
         self._kept: deque[tuple[float, Batch]] = deque()
         self._in_a_row = 0
+        #: Moving average of how long jobs run.
+        self._usual_s = 0.0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
+    def brief(self) -> bool:
+        """Whether jobs usually end within moments."""
+        return self._usual_s < BRIEF_S
+
+    @property
     def open(self) -> bool:
         """Whether jobs are so brief that more may be claimed than slots are free."""
-        return self._in_a_row >= IN_A_ROW
+        return self.brief and self._in_a_row >= IN_A_ROW
 
-    def saw(self, *, brief: bool) -> None:
-        self._in_a_row = self._in_a_row + 1 if brief else 0
+    def saw(self, run_s: float) -> None:
+        """A job ended that ran so long."""
+        self._usual_s += (run_s - self._usual_s) * WEIGHT
+        self._in_a_row += 1
+
+    def saw_other(self) -> None:
+        """A job came that is not like this: it runs for longer than a moment, or others like it cannot wait here."""
+        self._in_a_row = 0
 
     def keep(self, batch: Batch, now: float) -> bool:
         """False when it cannot wait here: a job under a warm model's lease has its own slot, a large one is slow."""

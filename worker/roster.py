@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
-from worker.hand import AHEAD, BRIEF_S, Hand, is_plain
+from worker.hand import AHEAD, Hand, is_plain
 from worker.handlers import Batching
 from worker.post import Model
 from worker.process import SlotProcess, loading
@@ -44,8 +44,6 @@ class Roster:
         self.trouble: str | None = None
         #: The trace of it that was told.
         self._traced: str | None = None
-        #: Moving average of how long jobs run.
-        self._usual_run_s = 0.0
         #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
         self.memory: dict[str, int] = {}
         #: Types whose models leave for nobody.
@@ -71,8 +69,8 @@ class Roster:
 
     @property
     def quick(self) -> bool:
-        """Whether jobs usually end within a few milliseconds: then they are worth waiting for."""
-        return self._usual_run_s < BRIEF_S
+        """Whether jobs usually end within moments: then they are worth waiting for."""
+        return self._hand.brief
 
     @property
     def late(self) -> str | None:
@@ -147,7 +145,7 @@ class Roster:
         """Give jobs to a free slot that may run them, or to the next; False when there is none (any more)."""
         with self._changed:
             if not is_plain(batch):
-                self._hand.saw(brief=False)
+                self._hand.saw_other()
             slot = None if self._closing else self._slot_for(batch[0])
             if slot is None:
                 return not self._closing and self._hand.keep(batch, time.monotonic())

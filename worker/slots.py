@@ -20,7 +20,6 @@ from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
 from orchestrator.telemetry import logs
-from worker.hand import BRIEF_S
 from worker.handlers import Batching
 from worker.lifeline import Lifeline
 from worker.nursery import Nursery
@@ -261,10 +260,8 @@ class SlotPool(Roster):
 
     def _end(self, slot: SlotProcess, run: Run, endings: list[dict[str, Any]], body: str) -> None:
         ends = run.ends(endings, body)
-        run_s = ends[0].run_seconds
         with self._changed:
-            self._usual_run_s += (run_s - self._usual_run_s) / 16
-            self._hand.saw(brief=run_s < BRIEF_S)
+            self._hand.saw(ends[0].run_seconds)
         if run.lead.gpus:
             with self._changed:
                 slot.run, slot.inspected = None, True
@@ -348,7 +345,7 @@ class SlotPool(Roster):
         if run.noted or run.verdicts:
             return
         run.noted = True
-        self._hand.saw(brief=False)
+        self._hand.saw_other()
         for claim in run.claims:
             self._events.started(claim)
 

@@ -5,7 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from sqlalchemy import event, text, update
+from sqlalchemy import Connection, event, text, update
 
 from orchestrator.errors import DatabaseUnavailable, StaleEpoch
 from orchestrator.leader import term as term_module
@@ -361,8 +361,29 @@ def test_a_leader_whose_lock_is_gone_steps_down_although_its_row_is_fine(maria_d
         connection.rollback()
     one.tick()
     assert one.term is None
+    wait_until(lambda: lock_holder(maria_db) is None, what="the server ended the killed session")
     one.tick()
     assert epoch_of(one) == 2
+
+
+def test_who_gives_the_lock_up_leaves_it_to_the_next_before_its_connection_is_gone(
+    maria_db, maria_candidates, monkeypatch
+):
+    """A server may notice late that a connection was closed."""
+    one, other = maria_candidates("one"), maria_candidates("other")
+    one.tick()
+    closed = []
+
+    def close_later(connection):
+        closed.append(connection)
+
+    monkeypatch.setattr(Connection, "invalidate", close_later)
+    one.resign()
+    other.tick()
+    assert epoch_of(other) == 2
+    assert len(closed) == 1
+    monkeypatch.undo()
+    closed[0].invalidate()
 
 
 @pytest.mark.parametrize("answer", [None, 0])

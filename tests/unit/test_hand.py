@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
-from worker.hand import AHEAD, IN_A_ROW, PATIENCE_S, SMALL, Hand, is_plain
+from worker.hand import AHEAD, BRIEF_S, IN_A_ROW, PATIENCE_S, SMALL, Hand, is_plain
 from worker.handlers import Batching
 from worker.roster import Roster
 
@@ -32,13 +32,39 @@ def names(batches: list[tuple[Claim, ...]]) -> list[str]:
     return [batch[0].job_id for batch in batches]
 
 
+def open_up(hand: Hand) -> None:
+    for _ in range(IN_A_ROW):
+        hand.saw(BRIEF_S / 2)
+
+
 def test_it_opens_after_so_many_brief_jobs_in_a_row_and_closes_with_the_first_other(hand):
     for _ in range(IN_A_ROW):
         assert not hand.open
-        hand.saw(brief=True)
+        hand.saw(BRIEF_S / 2)
     assert hand.open
-    hand.saw(brief=False)
+    hand.saw_other()
     assert not hand.open
+
+
+def test_jobs_that_usually_take_longer_do_not_open_it(hand):
+    for _ in range(3 * IN_A_ROW):
+        hand.saw(BRIEF_S * 2)
+    assert not hand.open and not hand.brief
+
+
+def test_a_brief_job_that_had_to_wait_for_a_processor_does_not_close_it(hand):
+    """On a busy machine hardly so many would follow each other without one that waits."""
+    open_up(hand)
+    hand.saw(BRIEF_S * 5)
+    assert hand.open
+
+
+def test_one_that_took_much_longer_closes_it_for_a_few(hand):
+    open_up(hand)
+    hand.saw(BRIEF_S * 100)
+    assert not hand.open
+    open_up(hand)
+    assert hand.open
 
 
 def test_a_slot_gets_the_oldest_that_it_may_run(hand):
@@ -64,8 +90,7 @@ def test_only_small_jobs_without_a_lease_lead_to_more_like_them():
 def test_who_waited_too_long_leaves_and_nothing_more_is_claimed_ahead(hand):
     hand.keep(job("old"), 0.0)
     hand.keep(job("young"), 1.0)
-    for _ in range(IN_A_ROW):
-        hand.saw(brief=True)
+    open_up(hand)
     assert hand.overdue(PATIENCE_S) == [] and hand.open
     assert names(hand.overdue(PATIENCE_S + 0.5)) == ["old"]
     assert len(hand) == 1 and not hand.open
@@ -113,8 +138,7 @@ def roster() -> Any:
 
 
 def open_hand(roster: Any) -> None:
-    for _ in range(IN_A_ROW):
-        roster._hand.saw(brief=True)
+    open_up(roster._hand)
 
 
 def test_there_is_room_for_as_many_as_slots_are_free_until_jobs_are_known_to_be_brief(roster):

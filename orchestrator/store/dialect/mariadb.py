@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -184,7 +184,7 @@ class ServerLock:
             # NULL means error, not success.
             return self._ask(self._connection, "SELECT GET_LOCK(:name, 0)") == 1
         except SQLAlchemyError as error:
-            self.release()
+            self._leave()
             raise DatabaseUnavailable(f"leader lock {self._name}: {error}") from error
 
     def held(self) -> bool:
@@ -193,10 +193,17 @@ class ServerLock:
         try:
             return self._ask(self._connection, "SELECT IS_USED_LOCK(:name) = CONNECTION_ID()") == 1
         except SQLAlchemyError:
-            self.release()
+            self._leave()
             return False
 
     def release(self) -> None:
+        """The next may have it when this returns: a connection that is closed keeps it until the server notices."""
+        if self._connection is not None:
+            with suppress(SQLAlchemyError):  # no answer: the lock ends with the connection, as soon as the server can
+                self._ask(self._connection, "SELECT RELEASE_LOCK(:name)")
+        self._leave()
+
+    def _leave(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
