@@ -18,9 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.forked import nest
+from tests.servers import mariadb_data
 
 ROOT = Path(__file__).parent
 #: Folders by what their files do: whole clusters that are killed and frozen, many statements, sums. Others are first.
@@ -36,7 +40,26 @@ PARTS = max(4, min(os.cpu_count() or 1, 8))
 def main() -> int:
     if sys.argv[1:]:
         return subprocess.call([sys.executable, "-m", "pytest", *sys.argv[1:]])
-    return pytest.main(["-q", "-o", "console_output_style=classic"], plugins=[sys.modules[__name__]])
+    gc.disable()  # until the parts run: collecting makes hundreds of thousands of objects that all stay
+    return pytest.main(["-q", "-o", "console_output_style=classic"], plugins=[sys.modules[__name__], Ahead()])
+
+
+class Ahead:
+    """Makes what each part would make for itself, once, on the processor that collecting leaves free.
+
+    Whatever it fails to make, whoever needs it tries again to make, and says why it cannot.
+    """
+
+    def __init__(self) -> None:
+        self._makers = ThreadPoolExecutor(thread_name_prefix="ahead")
+
+    def pytest_collection(self) -> None:
+        for make in (mariadb_data, nest):
+            self._makers.submit(make)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> None:
+        self._makers.shutdown()  # no thread may run while the parts are forked
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool:
@@ -46,6 +69,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     begun = time.monotonic()
     claims = Path(tempfile.mkdtemp(prefix="orch-tests-"))
     gc.freeze()  # what is there now is shared by all parts until somebody writes to it, which a collector would
+    gc.enable()
     parts: list[Part] = []
     for number in range(PARTS):
         part = Part(number)

@@ -14,6 +14,7 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any, TypeVar
 
+import hypothesis
 import pytest
 import redis
 from sqlalchemy import create_engine, text
@@ -29,6 +30,10 @@ from tests.tables import make_tables
 
 S = TypeVar("S", bound=Server)
 T = TypeVar("T")
+
+# Hypothesis measures by the wall clock: 200 ms for an example and a second to draw some are soon over where others run.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 
 def _hear_signals() -> None:
@@ -46,6 +51,8 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     Server.home = memory()
+    if Server.home:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", Server.home)  # where pytest makes the folders of tests
     _hear_signals()
 
 

@@ -60,7 +60,7 @@ class Forked:
         try:
             with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
                 files = [theirs, nothing.fileno(), output.fileno(), output.fileno()]
-                socket.send_fds(_nest(str(build), words, tuple(loaded)), [json.dumps(order).encode()], files)
+                socket.send_fds(nest(str(build), words, tuple(loaded)), [json.dumps(order).encode()], files)
         finally:
             os.close(theirs)
         self.returncode: int | None = None
@@ -105,13 +105,15 @@ class Forked:
 
 
 @cache
-def _nest(build: str, at_start: tuple[tuple[str, str], ...], loaded: tuple[str, ...]) -> socket.socket:
-    """Starts it; it ends with this end of its socket."""
+def nest(
+    build: str = str(ROOT), at_start: tuple[tuple[str, str], ...] = (), loaded: tuple[str, ...] = LOADED
+) -> socket.socket:
+    """Starts it; it ends with this end of its socket, in whatever processes that is open."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
     path = os.pathsep.join([build, str(ROOT)])
     with theirs:
-        nest = subprocess.Popen(
+        started = subprocess.Popen(
             [sys.executable, "-m", "tests.nest", str(theirs.fileno()), *loaded],
             cwd=build,
             env=inherited | {"PYTHONPATH": path} | dict(at_start),
@@ -120,6 +122,6 @@ def _nest(build: str, at_start: tuple[tuple[str, str], ...], loaded: tuple[str, 
             # A Ctrl-C is for pytest, which ends it when all is done.
             start_new_session=True,
         )
-    atexit.register(nest.wait)
+    atexit.register(started.wait)
     atexit.register(ours.close)  # first, being the last
     return ours

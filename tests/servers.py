@@ -260,7 +260,7 @@ class MariaDB(Server):
     def start(self) -> None:
         fresh = not self.data.exists()
         if fresh:
-            shutil.copytree(_installed(), self.data)
+            shutil.copytree(mariadb_data(), self.data)
         super().start()
         if fresh:
             self.create_database("orchestrator")
@@ -318,10 +318,10 @@ def _options(data: Path) -> list[str]:
 
 
 @cache
-def _installed() -> Path:
+def mariadb_data() -> Path:
     """The data of a server that was never started: installing takes seconds, a copy of it moments."""
     folder = Path(tempfile.mkdtemp(prefix="orch-mariadb-installed-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(_remove, folder, os.getpid())
     data = folder / "data"
     result = subprocess.run(
         [
@@ -344,6 +344,12 @@ def _installed() -> Path:
     if result.returncode != 0:
         raise ServerError(f"mariadb-install-db failed:\n{result.stdout.decode(errors='replace')}")
     return data
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """At the end of the process that made it; those that were forked from it may end sooner."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Redis(Server):

@@ -52,7 +52,10 @@ class Channel:
         self._socket.close()
 
     def limit_sending(self, seconds: int) -> None:
-        """The other end may be frozen while its buffer is full: then `send` raises after so many seconds."""
+        """The other end may be frozen while its buffer is full: then `send` raises after so many seconds.
+
+        Twice as many where a part of the frame found room: the kernel counts anew for the rest.
+        """
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
     def send(self, head: dict[str, Any], body: str = "") -> None:

@@ -8,12 +8,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Generic
+from typing import Generic, TypeVar
 
 from orchestrator.bounded.flow import Call, Flow, Item, Result
 from orchestrator.errors import NoThreads
 
 log = logging.getLogger(__name__)
+
+Done = TypeVar("Done")
 
 #: Seconds of one wait at most. Whoever waits is woken; this is for what nobody foresaw.
 TICK_S = 0.5
@@ -69,12 +71,13 @@ class Round(Generic[Item, Result]):
         try:
             source = iter(self._items)
             with self._flow.token.telling(self._change):
-                while not self._is_over():
-                    ready = self._step(source)
+                while not self._heeding(self._is_over):
+                    ready = self._heeding(lambda: self._step(source))
                     if ready is not None:
                         yield ready
         except KeyboardInterrupt:
-            self._settle_by = 0.0  # the second: they were given time already
+            if self._flow.stopped:
+                self._settle_by = 0.0  # the second: they were given time already
             raise
         finally:
             self._close()
@@ -91,21 +94,25 @@ class Round(Generic[Item, Result]):
 
     # ── the caller's side ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _step(self, source: Iterator[Item]) -> tuple[Call[Item], Result] | None:
-        """One of: a result, a failure told, an item taken, a moment waited."""
+    def _heeding(self, do: Callable[[], Done]) -> Done | None:
+        """Do this; the first Ctrl-C that comes meanwhile ends the round as a failure would."""
         try:
-            with self._lock:
-                seen, failure, ready = self._changes, self._flow.own_up(), self._flow.hand_out()
-            if failure is not None:
-                self._tell(*failure)
-            elif ready is None and not self._feed(source):
-                self._wait(seen)
-            return ready
+            return do()
         except KeyboardInterrupt as interrupt:
             if self._flow.stopped:
                 raise
             self._end(interrupt)
             return None
+
+    def _step(self, source: Iterator[Item]) -> tuple[Call[Item], Result] | None:
+        """One of: a result, a failure told, an item taken, a moment waited."""
+        with self._lock:
+            seen, failure, ready = self._changes, self._flow.own_up(), self._flow.hand_out()
+        if failure is not None:
+            self._tell(*failure)
+        elif ready is None and not self._feed(source):
+            self._wait(seen)
+        return ready
 
     def _tell(self, call: Call[Item], error: Exception) -> None:
         try:

@@ -78,6 +78,8 @@ class Held:
             # Before the event is set: whoever sees that must not raise a second time.
             self._interrupt.send(reason)
         self.lost.set()
+        if self._interrupt is not None:
+            self._interrupt.insist()
         if self._on_lost is not None:
             try:
                 self._on_lost(self)

@@ -2,7 +2,8 @@
 
 - In the main thread by a signal: it also ends a wait (`time.sleep`, a lock, a socket). The signal is SIGURG, because
   nothing happens when it comes to a process that does not expect it. A handler that was there before is called for
-  every SIGURG that is not ours, and put back with the last lease.
+  every SIGURG that is not ours, and put back with the last lease. A signal that comes a moment before the interpreter
+  begins to wait does not end that wait, so it is sent again until it was heard.
 - In any other thread by the interpreter's own way (PyThreadState_SetAsyncExc): between two steps of Python code, so a
   thread that waits hears of it when its wait is over.
 - In a task of an event loop by cancelling it, as `asyncio.timeout` does: `async with` makes LeaseLost of that.
@@ -32,11 +33,16 @@ SIGNAL = signal.SIGURG
 #: Seconds that an error on its way is given to arrive. The next step of Python code is enough, unless the error of
 #: another lease took its place: a thread has room for one.
 _ARRIVAL_S = 1.0
+#: Seconds between two signals while none was heard.
+AGAIN_S = 1.0
 
 
 class Interrupt(Protocol):
     def send(self, reason: str) -> None:
         """Raise in the holder's thread; called from another one."""
+
+    def insist(self) -> None:
+        """After `send`, and by the same thread: until that is raised, or the block is left."""
 
     def close(self) -> None:
         """Raise no more; called by the holder's thread, any number of times."""
@@ -63,6 +69,9 @@ class AtNextStep:
                 return
             self._sent = True
             _raise_in(self._thread, self._class(reason))
+
+    def insist(self) -> None:
+        """The interpreter keeps it."""
 
     def close(self) -> None:
         try:
@@ -110,6 +119,9 @@ class InTask:
         with suppress(RuntimeError):  # the loop is closed: nobody runs there any more
             self._loop.call_soon_threadsafe(self._cancel)
 
+    def insist(self) -> None:
+        """The loop keeps it."""
+
     def close(self) -> None:
         self._closed = True
 
@@ -128,13 +140,27 @@ class BySignal:
         self._closed = closed
         #: What to raise at the next signal.
         self.due: str | None = None
+        self._over = threading.Event()
 
     def send(self, reason: str) -> None:
         self.due = reason
-        signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+        _ring()
+
+    def insist(self) -> None:
+        while not self._over.wait(AGAIN_S):
+            _ring()
+
+    def heard(self) -> None:
+        self.due = None  # first: the next signal may come in the middle of this
+        self._over.set()
 
     def close(self) -> None:
         self._closed(self)
+        self._over.set()
+
+
+def _ring() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 
 class _Handler:
@@ -173,7 +199,7 @@ class _Handler:
             # The outermost: its error leaves the blocks of all others too.
             reason = due[0].due or ""
             for one in due:
-                one.due = None
+                one.heard()
             raise LeaseLost(reason)
         if callable(self._previous):
             self._previous(number, frame)

@@ -8,10 +8,14 @@ from contextlib import contextmanager
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection
+from redis.driver_info import DriverInfo
 from redis.retry import Retry
 
 from orchestrator.errors import RedisUnavailable
 from orchestrator.settings import Settings, safe_url
+
+#: What a connection tells of its library; without it each would read the package's metadata anew.
+DRIVER = DriverInfo()
 
 
 def connect(settings: Settings, greet: Callable[[AbstractConnection], None] | None = None) -> redis.Redis:
@@ -29,6 +33,7 @@ def connect(settings: Settings, greet: Callable[[AbstractConnection], None] | No
         retry=Retry(NoBackoff(), 0),
         retry_on_error=[],
         redis_connect_func=greet,
+        driver_info=DRIVER,
         protocol=2,
     )
 

@@ -15,7 +15,6 @@ from orchestrator.store.schema import audit
 from tests.api.conftest import Running
 from tests.factories import gpu, hire, rows
 from tests.fetching import Puppet, register
-from tests.waiting import wait_until
 
 LOCAL = "anonymous@127.0.0.1"
 
@@ -71,8 +70,9 @@ def about_letter(event: str) -> Prepare:
 
 
 def to_claim(api: Running) -> Call:
-    worker = register(api, pool_id=fresh("lane"))
-    api.submit(pool_id=api.get("/workers").json()["workers"][-1]["pool_id"])
+    lane = fresh("lane")
+    worker = register(api, pool_id=lane)
+    api.submit(pool_id=lane)
     return Call("job.claimed", {"worker_id": worker.worker_id, "wait_seconds": 20}, actor=None)
 
 
@@ -168,6 +168,7 @@ def flow(api: Running, *, ended: bool = False) -> str:
     workflow_id: str = api.post("/workflows", {"tasks": tasks}).json()["workflow_id"]
     if ended:
         assert api.post(f"/workflows/{workflow_id}/cancel").status_code == 200
+        api.stopped(workflow_id)
     return workflow_id
 
 
@@ -200,7 +201,7 @@ def paused(api: Running) -> Call:
 
 
 def led(api: Running) -> Call:
-    wait_until(lambda: api.orchestrator.leader.term is not None, what="a leader")
+    api.led()
     return Call("control.reconcile")
 
 

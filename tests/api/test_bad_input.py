@@ -185,21 +185,21 @@ def test_a_body_that_never_ends_is_given_up_on(small: Running, monkeypatch: pyte
     assert b"body_timeout" in answer
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"content-type": ""},
-        {"content-type": "text/plain"},
-        {"content-type": "application/x-www-form-urlencoded"},
-        {"content-type": "multipart/form-data; boundary=x"},
-        {"content-type": "application/json; charset=latin-1"},
-        {"content-type": "application/json", "content-encoding": "gzip"},
-    ],
-)
-def test_only_plain_json_is_taken(small: Running, headers: dict[str, str]) -> None:
-    answer = small.http.post("/jobs/submit", content=job(), headers=headers)
-    assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
-    assert small.count_jobs() == 0
+NOT_PLAIN = [
+    {"content-type": ""},
+    {"content-type": "text/plain"},
+    {"content-type": "application/x-www-form-urlencoded"},
+    {"content-type": "multipart/form-data; boundary=x"},
+    {"content-type": "application/json; charset=latin-1"},
+    {"content-type": "application/json", "content-encoding": "gzip"},
+]
+
+
+def test_only_plain_json_is_taken(small: Running) -> None:
+    for headers in NOT_PLAIN:
+        answer = small.http.post("/jobs/submit", content=job(), headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type"), headers
+        assert small.count_jobs() == 0
 
 
 def test_json_in_utf8_may_say_so(small: Running) -> None:

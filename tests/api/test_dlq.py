@@ -97,29 +97,29 @@ def test_whoever_changes_letters_looks_at_all_of_them_a_window_at_a_time(
     assert api.get(f"/jobs/{ids[1]}").status_code == 404 and api.get(f"/jobs/{ids[2]}").status_code == 200
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"limit": 0},
-        {"limit": -1},
-        {"limit": 1_000_000_000},
-        {"limit": "many"},
-        {"limit": "1.5"},
-        {"cursor": "nonsense"},
-        {"cursor": "x" * 513},
-        {"cursor": ""},
-        {"type": ""},
-        {"type": "a b"},
-        {"agent": "x" * 129},
-        {"pool_id": "%"},
-        {"reason": "x" * 33},
-        {"job_id": "a/b"},
-        {"nonsense": "1"},
-    ],
-)
-def test_questions_that_make_no_sense_are_refused(maria_api: Running, params: dict[str, Any]) -> None:
+QUESTIONS: list[dict[str, Any]] = [
+    {"limit": 0},
+    {"limit": -1},
+    {"limit": 1_000_000_000},
+    {"limit": "many"},
+    {"limit": "1.5"},
+    {"cursor": "nonsense"},
+    {"cursor": "x" * 513},
+    {"cursor": ""},
+    {"type": ""},
+    {"type": "a b"},
+    {"agent": "x" * 129},
+    {"pool_id": "%"},
+    {"reason": "x" * 33},
+    {"job_id": "a/b"},
+    {"nonsense": "1"},
+]
+
+
+def test_questions_that_make_no_sense_are_refused(maria_api: Running) -> None:
     """BI-16."""
-    refused(maria_api.get("/dlq", params=params), 422, "invalid_input")
+    for params in QUESTIONS:
+        refused(maria_api.get("/dlq", params=params), 422, "invalid_input")
 
 
 # --- redrive ---
@@ -132,9 +132,7 @@ def test_a_dry_run_looks_and_changes_nothing(api: Running) -> None:
     wait_until(lambda: all(letter.entry_id for letter in rows(api.db, schema.dead_letters)), what="told")
 
     def everything() -> list[object]:
-        # The leader may notice meanwhile that the worker, which is none, is silent.
-        said = [one for one in rows(api.db, schema.audit) if one.event_type != "worker.lost"]
-        return [rows(api.db, schema.jobs), rows(api.db, schema.dead_letters), said]
+        return [rows(api.db, schema.jobs), rows(api.db, schema.dead_letters), rows(api.db, schema.audit)]
 
     before = everything()
     body = {"filter": {"type": "echo"}, "dry_run": True}
@@ -209,6 +207,7 @@ def test_rates_are_whole_seconds() -> None:
 
 @pytest.mark.parametrize(("verb", "done"), [("redrive", "redriven"), ("purge", "purged")])
 def test_thousands_in_several_transactions(maria_api: Running, verb: str, done: str) -> None:
+    maria_api.orchestrator.leader.close()  # it would make those ready that are due a second later
     ids = bury_many(maria_api, 1700)
     body = {"filter": {}, "max": 1200} | ({"rate": 100} if verb == "redrive" else {})
     answer = maria_api.post(f"/dlq/{verb}", body).json()
@@ -218,7 +217,7 @@ def test_thousands_in_several_transactions(maria_api: Running, verb: str, done: 
     assert left == set(ids[1200:])  # the oldest left first
     if verb == "redrive":
         delayed = [job for job in rows(maria_api.db, schema.jobs) if job.queued == "delayed"]
-        assert 1000 <= len(delayed) <= 1100  # those of the first second are due at once
+        assert len(delayed) == 1100  # those of the first second are due at once
 
 
 def test_what_is_purged_is_gone_and_the_audit_trail_knows(api: Running) -> None:

@@ -36,9 +36,10 @@ pytestmark = pytest.mark.embedded_too
 PREFIX = "gpu_orchestrator_"
 
 
-def led(api: Running) -> Running:
-    wait_until(lambda: api.get("/control/leader").json()["alive"], what="somebody leads")
-    return api
+@pytest.fixture(autouse=True)
+def _patient_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read for the first time may take as long as a busy machine needs."""
+    monkeypatch.setattr(readings, "LIMIT_S", 30.0)
 
 
 def scrape(api: Running) -> dict[str, dict[tuple[str, ...], float]]:
@@ -57,7 +58,7 @@ def fresh(api: Running, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[tuple
 
 
 def test_a_healthy_instance(api: Running) -> None:
-    hire(led(api).db, gpu(0))
+    hire(api.led().db, gpu(0))
     assert api.get("/livez").json() == {"status": "ok"}
     assert api.get("/readyz").json() == {"status": "ready", "degraded": []}
     answer = api.get("/health")
@@ -72,7 +73,7 @@ def test_jobs_of_the_dead_are_told_until_somebody_takes_them_back(
     db: Database, run_api: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "KEEP_S", 0.0)
-    api = led(run_api(database_url=str(db.settings.database_url), worker_timeout_s=45.0))
+    api = run_api(database_url=str(db.settings.database_url)).led()
     hand, other = hire(api.db), hire(api.db)
     hand.claim(api.submit(), api.submit())
     other.claim(api.submit())
@@ -87,7 +88,7 @@ def test_jobs_of_the_dead_are_told_until_somebody_takes_them_back(
 
 def test_stale_jobs_alone_are_a_reason_to_look(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody leads, and does not get to it."""
-    led(api)
+    api.led()
     for known in (lambda: 3, lambda: 0):
         monkeypatch.setattr(api.backend.probes, "stale_jobs", probes.Probe(known))
         health = api.get("/health").json()
@@ -103,7 +104,7 @@ def test_stale_jobs_alone_are_a_reason_to_look(api: Running, monkeypatch: pytest
 
 
 def test_the_leader_is_known(api: Running) -> None:
-    body = led(api).get("/control/leader").json()
+    body = api.led().get("/control/leader").json()
     assert body.keys() >= {"holder", "epoch", "expires_at", "alive", "self"}
     assert body["holder"] == body["self"] == api.orchestrator.holder
     assert body["epoch"] >= 1 and body["expires_at"].endswith("Z")
@@ -132,7 +133,7 @@ def test_redis_away_degrades_and_submits_still_work(
     maria_db, run_api: Callable[..., Running], private_server: Callable[[type[Redis]], Redis]
 ) -> None:
     redis = private_server(Redis)
-    api = led(run_api(database_url=maria_db.settings.database_url, redis_url=redis.url))
+    api = run_api(database_url=maria_db.settings.database_url, redis_url=redis.url).led()
     redis.kill()
     ready = api.get("/readyz")
     assert ready.status_code == 200 and ready.json()["degraded"][0].startswith("redis: ")
@@ -178,7 +179,7 @@ def test_a_frozen_server_costs_one_thread_and_bounded_time(maria_api: Running, m
 
 
 def test_every_promised_name_is_there(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    hire(led(api).db, gpu(0))
+    hire(api.led().db, gpu(0))
     api.submit()
     api.post("/leases", {"agent": "a", "min_memory_mb": 1})
     wait_until(lambda: fresh(api, monkeypatch)["jobs_submitted"], what="the leader counts")
@@ -196,12 +197,8 @@ def test_every_promised_name_is_there(api: Running, monkeypatch: pytest.MonkeyPa
     assert "# HELP gpu_orchestrator_leases_free GPUs that could grant a lease now" in api.get("/metrics").text
 
 
-def test_values_are_those_of_the_database(
-    db: Database, run_api: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Nobody beats for these workers: on a busy machine they would be declared dead before the end of this.
-    api = run_api(database_url=str(db.settings.database_url), worker_timeout_s=45.0)
-    first = hire(led(api).db, gpu(0, 10_000, foreign_mb=2500), gpu(1, 10_000, health=Health.LOST))
+def test_values_are_those_of_the_database(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hire(api.led().db, gpu(0, 10_000, foreign_mb=2500), gpu(1, 10_000, health=Health.LOST))
     hire(api.db, pool="gold", node="node-2").go_silent(0.5)
     ids = [api.submit() for _ in range(3)] + [api.submit(pool_id="gold")]
     api.submit(earliest_start_at="2999-01-01T00:00:00Z")
@@ -237,7 +234,8 @@ def test_an_idle_lane_is_zero_and_not_absent(api: Running, monkeypatch: pytest.M
     assert (seen["job_queue_depth"][stream], seen["oldest_pending_age_seconds"][stream]) == (0, 0)
 
 
-def test_pools_named_by_clients_cannot_multiply_series(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_named_by_clients_cannot_multiply_series(mute: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = mute  # it would announce what waits in 300 lanes
     hire(api.db, pool="zz-staffed")
     monkeypatch.setattr(gauges, "MAX_LANES", 5)
     jobs = [{"type": f"t{i}", "payload": {}, "pool_id": f"p{i:03}"} for i in range(300)]
@@ -383,8 +381,8 @@ AGES = ("oldest_pending_age", "worker_heartbeat_age", "tally_lag", "publish_lag"
 
 
 def test_two_instances_say_the_same_of_the_cluster(api: Running, run_api: Callable[..., Running]) -> None:
-    other = run_api(database_url=str(api.db.settings.database_url))
-    hand = hire(led(api).db, gpu(0), pool="gold")
+    other = run_api(database_url=str(api.led().db.settings.database_url))
+    hand = hire(api.db, gpu(0), pool="gold")
     ids = [api.submit(type=f"t{i % 3}", pool_id="gold") for i in range(6)]
     claims = hand.claim(*ids[:4])
     hand.finish(*claims[:2])
@@ -411,39 +409,38 @@ def test_two_instances_say_the_same_of_the_cluster(api: Running, run_api: Callab
 
 
 def test_series_are_bounded_whatever_clients_call_things(maria_api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20,000 types, agents and pools, with quotes, newlines and backslashes in those that are stored behind the API."""
+    """4,000 types, agents and pools, with quotes, newlines and backslashes in those that are stored behind the API."""
     db = maria_api.db
-    maria_api.orchestrator.leader.stop()  # it would announce what waits in 20,000 lanes
+    maria_api.orchestrator.leader.stop()  # it would announce what waits in 4,000 lanes
     noise = random.Random(7)
-    names = [f"{noise.randrange(16**9):09x}" for _ in range(20_000)]
+    names = [f"{noise.randrange(16**9):09x}" for _ in range(4_000)]
     hostile = ['a"b', "a\\b", "a\nb", "é", "x" * 60]
     db.write(lambda conn: conn.execute(insert(schema.lanes), [{"lane": f"lane-{name}"} for name in names]))
     many_jobs(
         db,
-        20_000,
+        4_000,
         type=lambda i: f"{hostile[i % 5]}-{i % 97}" if i < 500 else f"type-{names[i]}"[:64],
         agent=lambda i: f"agent-{names[i]}",
         lane=lambda i: f"lane-{names[i]}",
     )
-    events = [Event("job.submitted", job_id=f"many-{i:06}", actor=f"agent-{names[i]}") for i in range(20_000)]
+    events = [Event("job.submitted", job_id=f"many-{i:06}", actor=f"agent-{names[i]}") for i in range(4_000)]
     for first in range(0, len(events), 1000):
         db.write(partial(audit.record, events=events[first : first + 1000]))
     while db.write(tallies.fold):
         pass
-    monkeypatch.setattr(readings, "LIMIT_S", 60.0)
     seen = fresh(maria_api, monkeypatch)
     assert len(seen["jobs_submitted"]) == 201
-    assert sum(seen["jobs_submitted"].values()) == 20_000
+    assert sum(seen["jobs_submitted"].values()) == 4_000
     for name in ("job_queue_depth", "jobs_delayed", "jobs_blocked", "oldest_pending_age_seconds", "jobs_in_flight"):
         assert len(seen[name]) == 201, name
-    assert sum(seen["job_queue_depth"].values()) == 20_000
+    assert sum(seen["job_queue_depth"].values()) == 4_000
     text = maria_api.get("/metrics").text
     assert not re.search("agent-[0-9a-f]{9}", text)
     assert len(text.splitlines()) < 15_000
 
 
 def test_what_is_known_in_advance_is_zero_from_the_start(api: Running) -> None:
-    seen = scrape(led(api))
+    seen = scrape(api.led())
     assert {duty for (duty,) in seen["duty_failures"]} >= {duty.name for duty in DUTIES}
     assert {reason for (reason,) in seen["retries"]} == {*tallies_rules.REASONS}
     assert {outcome for (outcome,) in seen["reclaims"]} == {"retried", "buried", "cancelled"}
@@ -477,7 +474,6 @@ def age_workers(db: Database, seconds: float) -> None:
 
 
 def test_delivery_that_stands_still_is_seen(mute: Running) -> None:
-    mute.orchestrator.leader.stop()  # it would miss heartbeats of the worker
     hire(mute.db)
     job_id = mute.submit()
     age_workers(mute.db, 3600.0)
@@ -512,7 +508,6 @@ def test_a_job_that_just_became_ready_is_no_lag(mute: Running) -> None:
 
 
 def test_what_goes_on_while_somebody_looks_twice_is_no_lag(mute: Running) -> None:
-    mute.orchestrator.leader.stop()  # it would miss heartbeats of the worker, and announce again what has no entry
     hire(mute.db)
     job_id = mute.submit()
     age_workers(mute.db, 3600.0)

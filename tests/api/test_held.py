@@ -22,12 +22,6 @@ from tests.fetchers import enlist
 from tests.waiting import wait_until
 
 
-@pytest.fixture
-def patient_api(maria_db: Database, run_api: Callable[..., Running]) -> Running:
-    """Its workers are not declared dead meanwhile."""
-    return run_api(database_url=maria_db.settings.database_url, worker_timeout_s=45.0)
-
-
 def beside_a_held_one(
     batcher: Batcher[Any, Any], held: Callable[[], Future[Any]], free: Callable[[], Future[Any]]
 ) -> Any:
@@ -44,38 +38,38 @@ def beside_a_held_one(
     return answer
 
 
-def test_an_agent_whose_account_is_held_keeps_no_other_from_submitting(patient_api: Running) -> None:
-    orchestrator, account = patient_api.orchestrator, schema.lane_accounts
-    patient_api.submit(agent="held")
-    with holding(patient_api.db, account, account.c.lane == "default", account.c.agent == "held"):
+def test_an_agent_whose_account_is_held_keeps_no_other_from_submitting(maria_api: Running) -> None:
+    orchestrator, account = maria_api.orchestrator, schema.lane_accounts
+    maria_api.submit(agent="held")
+    with holding(maria_api.db, account, account.c.lane == "default", account.c.agent == "held"):
         answer = beside_a_held_one(
             orchestrator._submits,
             lambda: orchestrator.submit([new_job(agent="held")]),
             lambda: orchestrator.submit([new_job(agent="free")]),
         )
     assert answer == [Verdict.CREATED]
-    patient_api.submit(agent="held")
+    maria_api.submit(agent="held")
 
 
-def test_a_gpu_that_is_held_keeps_nobody_from_another(patient_api: Running) -> None:
-    hire(patient_api.db, gpu(0), node="held")
-    hire(patient_api.db, gpu(1), node="free")
-    orchestrator = patient_api.orchestrator
+def test_a_gpu_that_is_held_keeps_nobody_from_another(maria_api: Running) -> None:
+    hire(maria_api.db, gpu(0), node="held")
+    hire(maria_api.db, gpu(1), node="free")
+    orchestrator = maria_api.orchestrator
 
     def lease(node: str) -> Future[Any]:
         return orchestrator.lease(LeaseRequest("alice", 1000, 60.0, node_id=node))
 
-    with holding(patient_api.db, schema.gpus, schema.gpus.c.gpu_uuid == "GPU-0"):
+    with holding(maria_api.db, schema.gpus, schema.gpus.c.gpu_uuid == "GPU-0"):
         answer = beside_a_held_one(orchestrator._leases, lambda: lease("held"), lambda: lease("free"))
     assert isinstance(answer, Granted)
     assert answer.node_id == "free"
 
 
-def test_a_worker_whose_row_is_held_keeps_no_other_from_claiming(patient_api: Running) -> None:
-    held, free = enlist(patient_api.db), enlist(patient_api.db)
-    (job_id,) = submit(patient_api.db)
-    remote = patient_api.orchestrator.remote
-    with holding(patient_api.db, schema.workers, schema.workers.c.worker_id == held.worker_id):
+def test_a_worker_whose_row_is_held_keeps_no_other_from_claiming(maria_api: Running) -> None:
+    held, free = enlist(maria_api.db), enlist(maria_api.db)
+    (job_id,) = submit(maria_api.db)
+    remote = maria_api.orchestrator.remote
+    with holding(maria_api.db, schema.workers, schema.workers.c.worker_id == held.worker_id):
         claims = beside_a_held_one(
             remote._claims,
             lambda: remote.claim(Fetch(held.worker_id, 1)),
@@ -84,15 +78,15 @@ def test_a_worker_whose_row_is_held_keeps_no_other_from_claiming(patient_api: Ru
     assert [claim.job_id for claim in claims] == [job_id]
 
 
-def test_a_job_whose_row_is_held_keeps_no_other_from_being_reported(patient_api: Running) -> None:
-    worker, (held, free) = enlist(patient_api.db), submit(patient_api.db, 2)
+def test_a_job_whose_row_is_held_keeps_no_other_from_being_reported(maria_api: Running) -> None:
+    worker, (held, free) = enlist(maria_api.db), submit(maria_api.db, 2)
     worker.fetch(2)
-    remote = patient_api.orchestrator.remote
+    remote = maria_api.orchestrator.remote
 
     def sign(job_id: str) -> Future[Any]:
         return remote.report(Report(worker.worker_id, Sign(job_id, 1)))
 
-    with holding_job(patient_api.db, held):
+    with holding_job(maria_api.db, held):
         answer = beside_a_held_one(remote._reports, lambda: sign(held), lambda: sign(free))
     assert answer == Heard(cancel_requested=False)
 
@@ -115,6 +109,12 @@ KINDS: dict[str, tuple[Callable[[Running], tuple[str, Any]], Callable[[Heartbeat
     "leases": (lease_of, lambda heartbeats, token: heartbeats.of_lease(token)),
     "workers": (worker_of, lambda heartbeats, worker_id: heartbeats.of_worker(Told(worker_id))),
 }
+
+
+@pytest.fixture
+def patient_api(maria_db: Database, run_api: Callable[..., Running]) -> Running:
+    """Its callers wait for a held row also on a busy machine."""
+    return run_api(database_url=maria_db.settings.database_url, db_timeout_s=30.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,7 +158,7 @@ def test_a_heartbeat_whose_row_stays_held_is_given_up_with_its_caller(
     maria_db: Database, run_api: Callable[..., Running], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.store.batcher.PATIENT_EVERY_S", 600.0)
-    api = run_api(database_url=maria_db.settings.database_url, db_timeout_s=1.0, worker_timeout_s=45.0)
+    api = run_api(database_url=maria_db.settings.database_url, db_timeout_s=1.0)
     make, beat = KINDS[kind]
     held, row = make(api)
     with holding(api.db, *row), pytest.raises(RowsHeld):
@@ -166,12 +166,12 @@ def test_a_heartbeat_whose_row_stays_held_is_given_up_with_its_caller(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heartbeats_that_come_together_share_their_commits(patient_api: Running, kind: str) -> None:
+def test_heartbeats_that_come_together_share_their_commits(maria_api: Running, kind: str) -> None:
     make, beat = KINDS[kind]
-    names = [make(patient_api)[0] for _ in range(8)]
-    heartbeats = patient_api.orchestrator.heartbeats
+    names = [make(maria_api)[0] for _ in range(8)]
+    heartbeats = maria_api.orchestrator.heartbeats
     batcher: Batcher[Any, Any] = getattr(heartbeats, f"_{kind}")
-    with traffic(patient_api.orchestrator.db) as seen:
+    with traffic(maria_api.orchestrator.db) as seen:
         with batcher._arrived:  # nobody begins before all are there
             answers = [beat(heartbeats, name) for name in names for _ in range(5)]
         for answer in answers:

@@ -26,27 +26,27 @@ def answers(api: Running, method: str, paths: list[str], body: bytes | None = No
     return {answer_to(api, method, path, body) for path in paths}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}",
-        "[1,2]",
-        "null",
-        "99999-01-01T00:00:00 j",
-        "0000-01-01T00:00:00 j",
-        "2030-13-01T00:00:00 j",
-        "2030-01-01T00:00:00",
-        "9" * 200 + " j",
-        "２０３０-01-01T00:00:00 j",
-    ],
-)
-def test_a_cursor_of_somebodys_own_making(api: Running, text: str) -> None:
+CURSORS = [
+    "",
+    "{}",
+    "[1,2]",
+    "null",
+    "99999-01-01T00:00:00 j",
+    "0000-01-01T00:00:00 j",
+    "2030-13-01T00:00:00 j",
+    "2030-01-01T00:00:00",
+    "9" * 200 + " j",
+    "２０３０-01-01T00:00:00 j",
+]
+
+
+def test_a_cursor_of_somebodys_own_making(api: Running) -> None:
     """BI-16."""
-    cursor = base64.urlsafe_b64encode(text.encode()).decode()
-    answer = api.get("/jobs", params={"cursor": cursor})
-    assert (answer.status_code, answer.json()["code"]) == INVALID
-    assert answer.json()["field"] == "cursor"
+    for text in CURSORS:
+        cursor = base64.urlsafe_b64encode(text.encode()).decode()
+        answer = api.get("/jobs", params={"cursor": cursor})
+        assert (answer.status_code, answer.json()["code"]) == INVALID, text
+        assert answer.json()["field"] == "cursor"
 
 
 def test_queries_that_mean_nothing(api: Running) -> None:
@@ -138,33 +138,33 @@ UPGRADE = (
 )
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 50,  # TLS to a plain port
-        b"GET\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"FOO /jobs HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
-        b"GET /jobs HTTP/1.1\r\nHost: local\0host\r\n\r\n",
-        HEAD + b"Content-Length: -1\r\n\r\n{}",
-        HEAD + b"Content-Length: x\r\n\r\n{}",
-        HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-        HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n",
-        b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
-        b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        UPGRADE,
-    ],
-)
-def test_bytes_that_are_hardly_http(maria_api: Running, request_bytes: bytes) -> None:
+HARDLY_HTTP = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 50,  # TLS to a plain port
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"FOO /jobs HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
+    b"GET /jobs HTTP/1.1\r\nHost: local\0host\r\n\r\n",
+    HEAD + b"Content-Length: -1\r\n\r\n{}",
+    HEAD + b"Content-Length: x\r\n\r\n{}",
+    HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n",
+    b"GET /jobs HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000 + b"\r\n\r\n",
+    b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    UPGRADE,
+]
+
+
+def test_bytes_that_are_hardly_http(maria_api: Running) -> None:
     host, port = maria_api.http.base_url.host, maria_api.http.base_url.port
-    with socket.create_connection((host, port), timeout=10) as connection:
-        connection.sendall(request_bytes)
-        connection.shutdown(socket.SHUT_WR)
-        answer = connection.recv(65_536)
-    status = answer.split(b"\r\n")[0].split()[1:2]
-    assert not status or status[0][:1] in {b"2", b"4"}, answer
-    assert status[:1] != [b"400"] or (b"application/problem+json" in answer and b'"code":"' in answer)
-    assert maria_api.get("/livez").status_code == 200
-    assert maria_api.count_jobs() == 0
+    for request_bytes in HARDLY_HTTP:
+        with socket.create_connection((host, port), timeout=10) as connection:
+            connection.sendall(request_bytes)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65_536)
+        status = answer.split(b"\r\n")[0].split()[1:2]
+        assert not status or status[0][:1] in {b"2", b"4"}, (request_bytes[:80], answer)
+        assert status[:1] != [b"400"] or (b"application/problem+json" in answer and b'"code":"' in answer)
+        assert maria_api.get("/livez").status_code == 200
+        assert maria_api.count_jobs() == 0

@@ -171,15 +171,30 @@ def test_bad_pages_are_refused(api: Running) -> None:
 # --- waiting ---
 
 
-def test_a_long_poll_returns_as_soon_as_the_job_ends(api: Running) -> None:
+def count_questions(api: Running, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What is asked for those who wait, from now on."""
+    asked: list[list[str]] = []
+    ask = api.backend.waiters._ask
+
+    async def counting(job_ids: list[str]) -> set[str]:
+        asked.append(job_ids)
+        return await ask(job_ids)
+
+    monkeypatch.setattr(api.backend.waiters, "_ask", counting)
+    return asked
+
+
+def test_a_long_poll_returns_as_soon_as_the_job_ends(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id, hand = api.submit(), hire(api.db)
+    asked = count_questions(api, monkeypatch)
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(api.get, f"/jobs/{job_id}", params={"wait": 20})
         wait_until(lambda: len(api.backend.waiters), what="somebody waits")
         finish(hand, job_id)
-        finished = time.monotonic()
+        before = len(asked)
         assert answer.result(10).json()["status"] == "done"
-        assert time.monotonic() - finished < 2.0
+        # Counted by questions, not by a clock: a machine may be busy.
+        assert (len(asked) - before) * waiters.POLL_S < 2.0
 
 
 def test_a_long_poll_is_bounded_by_its_own_time_and_by_ours(api: Running, run_api: Callable[..., Running]) -> None:
@@ -206,18 +221,11 @@ def test_bad_waits_are_refused(api: Running) -> None:
 
 def test_many_waiters_share_one_question(api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, hand = [api.submit() for _ in range(3)], hire(api.db)
-    asked: list[list[str]] = []
-    ask = api.backend.waiters._ask
-
-    async def counting(job_ids: list[str]) -> set[str]:
-        asked.append(job_ids)
-        return await ask(job_ids)
-
-    monkeypatch.setattr(api.backend.waiters, "_ask", counting)
+    asked = count_questions(api, monkeypatch)
     with ThreadPoolExecutor(30) as threads:
         answers = [threads.submit(api.get, f"/jobs/{ids[i % 3]}", params={"wait": 20}) for i in range(30)]
         wait_until(lambda: len(api.backend.waiters) == 30, what="all wait")
-        wait_until(lambda: sorted(asked[-1]) == sorted(ids), what="one question about all")
+        wait_until(lambda: asked and sorted(asked[-1]) == sorted(ids), what="one question about all")
         for job_id in ids:
             finish(hand, job_id)
         assert {answer.result(10).json()["status"] for answer in answers} == {"done"}
@@ -262,7 +270,8 @@ def test_a_server_that_stops_does_not_wait_for_jobs(api: Running) -> None:
         answer = thread.submit(api.get, f"/jobs/{job_id}", params={"wait": 50})
         wait_until(lambda: len(api.backend.waiters), what="somebody waits")
         api.server.should_exit = True
-        assert answer.result(4).json()["status"] == "pending"
+        # Whoever is still there when the server's grace is over gets no such answer.
+        assert answer.result(20).json()["status"] == "pending"
 
 
 def test_a_broken_handler_leaks_nothing(

@@ -239,7 +239,7 @@ def gpus_locked(api: Running) -> Iterator[None]:
 
 def test_a_lease_that_was_granted_too_late_is_given_back(maria_db, run_api: Callable[..., Running]) -> None:
     """Nobody got its token: without this its memory would be taken until the lease ends by itself."""
-    api = run_api(database_url=str(maria_db.settings.database_url), db_timeout_s=1.0, worker_timeout_s=30.0)
+    api = run_api(database_url=str(maria_db.settings.database_url), db_timeout_s=1.0)
     hire(api.db, gpu(0))
     with gpus_locked(api):
         answer = api.post("/leases", WANT)
@@ -251,7 +251,7 @@ def test_a_lease_that_was_granted_too_late_is_given_back(maria_db, run_api: Call
 
 
 def test_a_client_that_hung_up_gets_no_lease(maria_db, run_api: Callable[..., Running]) -> None:
-    api = run_api(database_url=str(maria_db.settings.database_url), worker_timeout_s=30.0)
+    api = run_api(database_url=str(maria_db.settings.database_url))
     hire(api.db, gpu(0))
 
     async def ask_and_leave() -> None:

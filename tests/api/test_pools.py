@@ -24,8 +24,8 @@ PRELOADS = "stream:orchestrator:preloads"
 
 @pytest.fixture
 def api(db: Database, run_api: Callable[..., Running]) -> Running:
-    """Both databases in turn; workers of a test need not send heartbeats."""
-    return run_api(database_url=str(db.settings.database_url), worker_timeout_s=45.0, reconcile_interval_s=0.1)
+    """What happens to workers behind the API's back is seen soon."""
+    return run_api(database_url=str(db.settings.database_url), reconcile_interval_s=0.1)
 
 
 def create(api: Running, pool_id: str = "gold", **fields: Any) -> Any:

@@ -26,7 +26,7 @@ def memory(monkeypatch) -> InMemorySpanExporter:
 def traced(memory, maria_db, run_api):
     """An instance that traces."""
     url = str(maria_db.settings.database_url)
-    return run_api(database_url=url, worker_timeout_s=30.0, otlp_endpoint="http://127.0.0.1:1")
+    return run_api(database_url=url, otlp_endpoint="http://127.0.0.1:1")
 
 
 def kept(memory, name, **attributes):

@@ -1,6 +1,5 @@
 """/workers: register, heartbeat, deregister, list."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,18 +8,11 @@ import pytest
 from orchestrator import __version__
 from orchestrator.errors import WorkerLost
 from orchestrator.store import nodes, schema, worker_reads
-from orchestrator.store.database import Database
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import take_from_dead
 from tests.api.conftest import Running
 from tests.factories import POLICY, active_leases, gpu, hire, history, row, rows
 from tests.fetching import Puppet, refused, register
-
-
-@pytest.fixture
-def api(db: Database, run_api: Callable[..., Running]) -> Running:
-    """Nobody is lost here by being slow."""
-    return run_api(database_url=str(db.settings.database_url), worker_timeout_s=30.0)
 
 
 def listed(api: Running, worker_id: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """A whole orchestrator behind real HTTP, a node that measures its GPUs, and programs that use them."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from orchestrator.store.dialect import utc_shift
 from tests.api.conftest import Running, running
 from tests.conftest import SHORT
 from tests.factories import Hand, gpu, hire
+from tests.forked import ROOT, START_S, Forked, nest
 from tests.servers import Redis
 
 NODE = "node-1"
@@ -57,6 +60,9 @@ def cluster_settings(
     copyfile(sqlite_with_tables, file)
     given = {"database_url": f"sqlite:///{file}", "redis_url": redis_server.url, "gpu_stale_s": 600.0}
     given |= {"worker_timeout_s": 45.0}  # nobody is declared dead here because the machine is busy
+    # Nor does a term end; and what nobody here waits for is not done all the time.
+    given |= {"leader_ttl_s": 20.0, "leader_interval_s": 2.0, "publish_interval_s": 2.0, "republish_after_s": 10.0}
+    given |= {"reclaim_interval_s": 5.0, "redis_block_ms": 2000, "redis_timeout_s": 10.0, "claim_idle_ms": 60_000}
     return Settings(**(SHORT | given))
 
 
@@ -72,7 +78,7 @@ def measured(node: Hand) -> Iterator[None]:
     stop = threading.Event()
 
     def keep_beating() -> None:
-        while not stop.wait(0.1):
+        while not stop.wait(0.25):
             node.beat()
 
     thread = threading.Thread(target=keep_beating, name="node")
@@ -98,12 +104,41 @@ def server(started: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orches
         yield Orchestrator(url, started.db, node)
 
 
-@pytest.fixture
-def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start programs that the test's end kills: `spawn([sys.executable, "-c", …], stdin=PIPE)`."""
-    children: list[subprocess.Popen[str]] = []
+class Piped(Forked):
+    """`gpuorch ARGUMENTS`, forked like members of a cluster, but with pipes where those have a log."""
 
-    def start(command: list[str], **given: Any) -> subprocess.Popen[str]:
+    def __init__(self, arguments: list[str], *, loaded: str, stdin: int = subprocess.DEVNULL) -> None:
+        modules = ("orchestrator.cli", loaded)
+        order = {"arguments": arguments, "environment": dict(os.environ), "path": "", "folder": str(ROOT)}
+        ends = [os.pipe() for _ in range(4)]
+        (self._report, report), (out, their_out), (err, their_err), (their_in, ours) = ends
+        try:
+            socket.send_fds(
+                nest(loaded=modules), [json.dumps(order).encode()], [report, their_in, their_out, their_err]
+            )
+        finally:
+            for end in (report, their_in, their_out, their_err):
+                os.close(end)
+        self.stdin, self.stdout, self.stderr = os.fdopen(ours, "w"), os.fdopen(out), os.fdopen(err)
+        if stdin == subprocess.DEVNULL:
+            self.stdin.close()
+        self.returncode: int | None = None
+        self.pid = self._told(START_S) or 0
+        assert self.pid, "the nest did not fork; what it says above tells why"
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., Any]]:
+    """Start programs that the test's end kills: `spawn([sys.executable, "-c", …], stdin=PIPE)`.
+
+    `spawn(["run", …], loaded="orchestrator.cli.leased")` is `gpuorch run …` without the work of loading it each time.
+    """
+    children: list[subprocess.Popen[str] | Piped] = []
+
+    def start(command: list[str], loaded: str = "", **given: Any) -> subprocess.Popen[str] | Piped:
+        if loaded:
+            children.append(Piped(command, loaded=loaded, **given))
+            return children[-1]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         children.append(subprocess.Popen(command, env=environment, text=True, **(pipes | given)))

@@ -105,7 +105,7 @@ def test_many_are_sent_in_several_requests(started: Running, url: str, monkeypat
 
 
 def test_the_command_line_waits_too(started: Running, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    limit(started, rate=5, burst=1)
+    limit(started, rate=0.4, burst=1)  # no other token comes before it is asked for, however slow the machine
     for _ in range(2):
         assert run(["jobs", "submit", "echo", "--agent", "polite", "--patience", "10"]) == 0
     assert "waiting: 429 rate_limited" in capsys.readouterr().err

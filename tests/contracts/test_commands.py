@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli import COMMANDS, gpuorch, run
-from tests.servers import free_port
 
 #: What programs and people rely on: these names stay.
 NAMES = """
@@ -125,7 +124,7 @@ def test_every_command_can_answer_a_program(path):
 )
 def test_a_server_that_is_away_is_3_and_the_message_helps(path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"job_id": "x", "type": "echo", "payload": {}}')))
-    url = f"http://127.0.0.1:{free_port()}"
+    url = "http://127.0.0.1:1"
     code = run([*path, "--url", url, *words_for(path, TREE[path])])
     told = capsys.readouterr().err
     assert code == 3, told

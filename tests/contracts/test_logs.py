@@ -1,7 +1,9 @@
 """Log lines are made of constants: an event that is always the same text, and fields from one list (docs/logs.md)."""
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,10 @@ ELSEWHERE = ("orchestrator/client/", "orchestrator/bounded/")
 #: Has its events in a table, which is read instead.
 TABLES = ("orchestrator/telemetry/life.py",)
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+#: Give fields to all lines of a block.
+BINDERS = {"logs.bind", "logs.configure"}
+#: What every file of interest has in its text: parsing the others takes longer than all the rest.
+WORDS = re.compile(r"\blogs?\.")
 #: Functions that make fields, and which.
 MADE = {
     "about": {"job_id", "attempt", "trace_id"},
@@ -29,17 +35,20 @@ class Line(NamedTuple):
     fields: set[str] | None
 
 
-def sources() -> Iterator[tuple[str, ast.AST]]:
-    for top in ("orchestrator", "worker"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if not name.startswith(ELSEWHERE):
-                yield name, ast.parse(path.read_text(), name)
+@cache
+def sources() -> dict[str, ast.AST]:
+    paths = sorted(path for top in ("orchestrator", "worker") for path in (ROOT / top).rglob("*.py"))
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    return {
+        name: ast.parse(text, name)
+        for name, text in texts.items()
+        if not name.startswith(ELSEWHERE) and WORDS.search(text)
+    }
 
 
-def calls(tree: ast.AST) -> Iterator[ast.Call]:
+def calls(tree: ast.AST, names: set[str]) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"log.{level}" for level in LEVELS}:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in names:
             yield node
 
 
@@ -85,7 +94,7 @@ def assigned(name: str, tree: ast.AST) -> set[str] | None:
 
 def lines(name: str, tree: ast.AST) -> list[Line]:
     made = []
-    for call in calls(tree):
+    for call in calls(tree, {f"log.{level}" for level in LEVELS}):
         first = call.args[0]
         event = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
         extra = next((keyword.value for keyword in call.keywords if keyword.arg == "extra"), None)
@@ -96,19 +105,27 @@ def lines(name: str, tree: ast.AST) -> list[Line]:
 
 def bound(tree: ast.AST) -> set[str]:
     """Fields that a block gives to all its lines."""
-    return {
-        str(keyword.arg)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"logs.bind", "logs.configure"}
-        for keyword in node.keywords
-    }
+    return {str(keyword.arg) for call in calls(tree, BINDERS) for keyword in call.keywords}
 
 
-LINES = [line for name, tree in sources() if name not in TABLES for line in lines(name, tree)]
-BOUND = set().union(*(bound(tree) for _, tree in sources()))
 KINDS = {"jobs", "results", "workflows", "tasks", "events"}  # what `retention` counts
-EVENTS = {line.event for line in LINES if line.event} | {event for _, event in life.EVENTS.values()}
-FIELDS = set().union(*(line.fields or set() for line in LINES)) | BOUND | KINDS | {"error_kind", "trace_id"}
+
+
+# Functions, since all tests wait while this file is collected.
+
+
+@cache
+def all_lines() -> list[Line]:
+    return [line for name, tree in sources().items() if name not in TABLES for line in lines(name, tree)]
+
+
+def events() -> set[str]:
+    return {line.event for line in all_lines() if line.event} | {event for _, event in life.EVENTS.values()}
+
+
+def fields() -> set[str]:
+    of_lines = [line.fields or set() for line in all_lines()]
+    return set().union(*of_lines, *map(bound, sources().values())) | KINDS | {"error_kind", "trace_id"}
 
 
 def documented(heading: str) -> set[str]:
@@ -117,29 +134,30 @@ def documented(heading: str) -> set[str]:
 
 
 def test_every_event_is_a_constant_without_formatting():
-    wrong = [line.place for line in LINES if line.event is None or "%" in line.event or "\n" in line.event]
+    wrong = [line.place for line in all_lines() if line.event is None or "%" in line.event or "\n" in line.event]
     assert wrong == []
 
 
 def test_every_line_names_its_fields_in_the_source():
-    unread = [line.place for line in LINES if line.fields is None]
+    unread = [line.place for line in all_lines() if line.fields is None]
     assert [place.rpartition(":")[0] for place in unread] == ["orchestrator/leader/retention.py"]  # KINDS
 
 
 def test_the_fields_are_those_of_the_page_and_no_others():
-    assert documented("Fields") == FIELDS
+    assert documented("Fields") == fields()
 
 
 def test_the_events_are_those_of_the_page_and_no_others():
-    assert documented("Events") == EVENTS
+    assert documented("Events") == events()
 
 
 def test_nothing_is_logged_that_may_hold_a_payload():
-    assert not FIELDS & {"payload", "result", "token", "lease_token", "url_with_password", "headers", "body"}
+    assert not fields() & {"payload", "result", "token", "lease_token", "url_with_password", "headers", "body"}
 
 
 def test_a_line_about_a_job_tells_the_attempt():
-    alone = {line.event for line in LINES if line.fields and "job_id" in line.fields and "attempt" not in line.fields}
+    about_jobs = [line for line in all_lines() if line.fields and "job_id" in line.fields]
+    alone = {line.event for line in about_jobs if "attempt" not in (line.fields or ())}
     assert alone == {"cancel asked"}  # of the job, at whatever attempt it is
 
 
@@ -164,4 +182,4 @@ def test_a_line_is_read_as_it_is(source, event, fields):
 
 
 def test_there_is_something_to_check():
-    assert len(LINES) > 60
+    assert len(all_lines()) > 60

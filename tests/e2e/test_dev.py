@@ -179,23 +179,18 @@ def test_ctrl_c_leaves_no_process_and_a_restart_keeps_the_jobs(start, tmp_path):
     assert second.interrupt(signal.SIGTERM) == 0, second.output
 
 
-def test_a_closed_terminal_leaves_no_process(start):
-    dev = start(given=BY_DEFAULT).ready()
-    dev.run("done")
-    children = descendants(dev.process.pid)
-    assert dev.interrupt(signal.SIGHUP) == 0, dev.output
-    assert alive(children) == {}
-
-
-def test_killing_it_takes_its_children_along_and_loses_nothing(start):
+def test_killing_it_takes_its_children_along_and_loses_nothing_and_a_closed_terminal_leaves_none(start):
     dev = start().ready()
     dev.run("kept")
     children = descendants(dev.process.pid)
     dev.kill()
     wait_until(lambda: not alive(children), timeout=PATIENCE_S, what="no child is left")
-    again = start().ready()
+    again = start(given=BY_DEFAULT).ready()
     assert http.get(f"{again.url}/jobs/kept").json()["status"] == "done"
     assert again.run("after")["status"] == "done"
+    children = descendants(again.process.pid)
+    assert again.interrupt(signal.SIGHUP) == 0, again.output
+    assert alive(children) == {}
 
 
 def catches_sigterm(pid: int) -> bool:

@@ -47,7 +47,7 @@ def cluster(private_server, mariadb, marks, tmp_path: Path):
         gpu_backend="sim:1x24576",
         log_level="debug",
     )
-    opened = Cluster(settings, tmp_path)
+    opened = Cluster(settings, tmp_path, forked=True)
     make_tables(opened.db.engine)
     yield opened
     opened.close()

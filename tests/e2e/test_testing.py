@@ -55,17 +55,12 @@ def test_a_job_of_our_own_and_no_trace_of_it(handlers_path):
         db = Database(Settings(database_url=f"sqlite:///{folder}/scratch.db"))
         assert not revisions.pending(db)
         db.close()
-        # A second one beside it has nothing in common with it.
-        with running(gpus="none") as other:
+        # A second one beside it has nothing in common with it, and what fails inside leaves no trace either.
+        alone = traces()
+        with pytest.raises(ZeroDivisionError), running(gpus="none", workers=1) as other:
             assert list(other.jobs()) == [] and other.url != client.url
-    assert traces() == before
-
-
-def test_what_fails_inside_leaves_no_trace_either():
-    testing._template()
-    before = traces()
-    with pytest.raises(ZeroDivisionError), running(gpus="none", workers=1):
-        raise ZeroDivisionError
+            raise ZeroDivisionError
+        assert traces() == alone
     assert traces() == before
 
 

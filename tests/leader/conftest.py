@@ -31,11 +31,13 @@ def redis_url(servers, request):
 
 @pytest.fixture
 def config(db_url, redis_url, settings):
-    """Settings of one instance; the term of a test lasts longer than the test."""
+    """Settings of one instance; what comes with time (a term's end, silence, idleness) takes longer than a test."""
     return settings(
         database_url=db_url,
         redis_url=redis_url,
+        claim_idle_ms=30_000,
         leader_ttl_s=600.0,
+        republish_after_s=30.0,
         worker_timeout_s=30.0,
         gpu_stale_s=STALE_S,
         lane_window_min=20,

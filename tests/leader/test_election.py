@@ -1,11 +1,11 @@
 """Elections: one term at a time, and a write of an earlier one is refused, whatever its author believes."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import Connection, event, text, update
+from sqlalchemy.exc import DBAPIError
 
 from orchestrator.errors import DatabaseUnavailable, StaleEpoch
 from orchestrator.leader import term as term_module
@@ -17,6 +17,8 @@ from tests.factories import now, rows
 from tests.waiting import wait_until
 
 NAME = "gpu_orchestrator_leader"
+#: Neither a term ends by itself, nor does the server end a transaction because the machine is busy.
+UNHURRIED = {"leader_ttl_s": 30.0, "worker_timeout_s": 30.0}
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def candidates(db, db_url, settings, open_database):
     made = []
 
     def make(holder, **given):
-        given = {"leader_ttl_s": 30.0} | given
+        given = UNHURRIED | given
         made.append(Candidate(open_database(db_url, **given), settings(database_url=db_url, **given), holder))
         return made[-1]
 
@@ -170,10 +172,11 @@ def test_a_successor_waits_for_a_write_that_began_before_it(db, candidates):
     assert row(db).epoch == 2
 
 
-def test_two_leader_writes_do_not_wait_for_each_other(maria_db, settings):
+def test_two_leader_writes_do_not_wait_for_each_other(maria_db, open_database):
     """The fence is a shared lock: duties run side by side."""
     leadership.ensure_row(maria_db, NAME)
-    term = Term(maria_db, NAME, take(maria_db), "leader:test")
+    database = open_database(maria_db.settings.database_url, **UNHURRIED)
+    term = Term(database, NAME, take(maria_db), "leader:test")
 
     def outer(_conn):
         inner = []
@@ -293,7 +296,7 @@ def maria_candidates(maria_db, settings, open_database):
     made = []
 
     def make(holder, **given):
-        given = {"leader_ttl_s": 30.0} | given
+        given = UNHURRIED | given
         made.append(Candidate(open_database(url, **given), settings(database_url=url, **given), holder))
         return made[-1]
 
@@ -411,7 +414,7 @@ def test_a_lock_that_somebody_else_holds_is_waited_for(maria_db, maria_candidate
 
 def test_the_lock_connection_is_ended_by_the_server_when_it_is_not_used(maria_db, maria_candidates):
     """A frozen leader: nobody asks, and the server itself gives the lock to the next."""
-    one = maria_candidates("one", leader_ttl_s=1.0, leader_trust_margin_s=0.3, leader_interval_s=0.1)
+    one = maria_candidates("one", leader_ttl_s=3.0)
     one.tick()
     assert lock_holder(maria_db) is not None
     wait_until(lambda: lock_holder(maria_db) is None, what="the server ended the idle session")
@@ -426,9 +429,9 @@ def test_a_transaction_that_was_frozen_half_way_does_not_hold_up_its_successor(m
     epoch = take(maria_db)
     with frozen_db.engine.connect() as frozen:
         leadership.fence(frozen, NAME, epoch)
-        started = time.monotonic()
-        assert take(maria_db, "successor") == epoch + 1
-        assert time.monotonic() - started < 4
+        assert take(maria_db, "successor") == epoch + 1  # before its patience was over
+        with pytest.raises(DBAPIError):  # the server ended it
+            frozen.execute(text("SELECT 1"))
         frozen.invalidate()
 
 
@@ -436,7 +439,7 @@ def test_a_transaction_that_was_frozen_half_way_does_not_hold_up_its_successor(m
 
 
 def test_a_duty_by_hand_runs_under_the_living_leaders_epoch_or_one_of_its_own(db, db_url, settings, candidates):
-    config = settings(database_url=db_url)
+    config = settings(database_url=db_url, leader_ttl_s=30.0)
     own = borrow(db, config, "operator")
     assert own.epoch == 1
     mark(own, "by-hand")

@@ -98,7 +98,7 @@ def test_an_attempt_that_ran_too_long_is_a_timeout_and_gives_its_memory_back(db,
     for claim in claims if signed else ():
         remote.sign(claim)
     age(db, claims[0], 21)
-    age(db, claims[1], 19)
+    age(db, claims[1], 10)
     assert run(context, "time_limits") == 1
     found = row(db, late)
     assert (found.status, found.error_kind, found.attempts) == ("pending", "timeout", 1)
@@ -125,7 +125,7 @@ def test_an_attempt_that_its_worker_never_heard_of_is_retried(db, context):
     remote.sign(signed)
     age(db, unheard, 31)
     age(db, signed, 31)
-    age(db, young, 29)
+    age(db, young, 20)
     assert run(context, "time_limits") == 1
     assert [row(db, job_id).status for job_id in ids] == ["pending", "running", "claimed"]
     assert history(db, unheard.job_id)[-1] == "job.retry"

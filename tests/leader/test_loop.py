@@ -18,7 +18,8 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def config(db_url, redis_url, settings):
-    return settings(database_url=db_url, redis_url=redis_url)
+    """A term that no busy machine ends."""
+    return settings(database_url=db_url, redis_url=redis_url, leader_ttl_s=30.0)
 
 
 @pytest.fixture
@@ -42,6 +43,7 @@ def leading(db, config):
 
 def test_a_leader_publishes_rescues_and_resigns(db, raw, config, leaders):
     hand, (job_id,) = hire(db), submit(db)
+    hand.go_silent(-600.0)  # it speaks for as long as this takes
     leader = leaders()
     wait_until(lambda: raw.xlen("stream:orchestrator:inference_jobs") == 1, what="the job is announced")
     hand.claim(job_id)

@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from tests.conftest import SHORT
 from tests.forked import Forked
 from tests.servers import MariaDB, Redis
 from tests.tables import make_tables
+from tests.waiting import wait_until
 
 
 @contextmanager
@@ -93,10 +95,13 @@ def start_scaler(tmp_path: Path) -> Iterator[Callable[..., Scaler]]:
 
 
 class Keda:
-    """A client of the protocol. Its messages are written down here once more: a slip in ours would show."""
+    """A client of the protocol. Its messages are written down here once more: a slip in ours would show.
 
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.channel = channel
+    A `patient` one asks again, as KEDA does, where the orchestrator could not answer in time: the machine is busy.
+    """
+
+    def __init__(self, channel: grpc.Channel, *, patient: bool = False) -> None:
+        self.channel, self._patient = channel, patient
         self._types = _types()
 
     def ref(self, **metadata: str) -> Any:
@@ -129,11 +134,25 @@ class Keda:
         return call(self.ref(**metadata), timeout=timeout)
 
     def _unary(self, name: str, asks: str, answers: str) -> Any:
-        return self.channel.unary_unary(
+        call = self.channel.unary_unary(
             f"/externalscaler.ExternalScaler/{name}",
             self._types[asks].SerializeToString,
             self._types[answers].FromString,
         )
+        return partial(_answered, call) if self._patient else call
+
+
+def _answered(call: Any, request: Any, timeout: float) -> Any:
+    def ask() -> Any:
+        try:
+            return (call(request, timeout=timeout),)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                return None
+            raise
+
+    (answer,) = wait_until(ask, what="an answer")
+    return answer
 
 
 _STRING, _BOOL, _INT, _DOUBLE, _MESSAGE = 9, 8, 3, 1, 11
@@ -197,13 +216,13 @@ def _types() -> dict[str, Any]:
 def connect() -> Iterator[Callable[..., Keda]]:
     channels: list[grpc.Channel] = []
 
-    def to(address: str, credentials: Any = None, **options: str) -> Keda:
+    def to(address: str, credentials: Any = None, *, patient: bool = False, **options: str) -> Keda:
         given = [(f"grpc.{name}", value) for name, value in options.items()]
         made = (
             grpc.secure_channel(address, credentials, given) if credentials else grpc.insecure_channel(address, given)
         )
         channels.append(made)
-        return Keda(made)
+        return Keda(made, patient=patient)
 
     yield to
     for one in channels:

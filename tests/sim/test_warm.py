@@ -34,7 +34,7 @@ def test_belady_by_hand():
     assert fewest_in_order(sequence("abab"), 2) == 2
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SOME, st.integers(1, 3))
 def test_nobody_comes_below_the_bounds(some, gpus):
     replays = [
@@ -49,7 +49,7 @@ def test_nobody_comes_below_the_bounds(some, gpus):
         assert replay.loads >= fewest_in_any_order(some, gpus, max(replay.waits_s))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 5), st.floats(0.5, 1.0), st.floats(5, 40), st.floats(0, 600))
 def test_a_flood_of_hot_jobs_starves_nobody(gpus, colds, load, run_s, begin_s):
     """The bound stated in `worth`, for jobs of models that nobody has loaded, arriving all at once into a flood."""

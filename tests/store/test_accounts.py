@@ -41,9 +41,9 @@ def agents(db, ids):
 
 @pytest.mark.parametrize("batch", [10, MANY + 10])
 def test_two_agents_share_a_lane_by_their_weights_and_a_third_comes_in_between(db, batch):
-    for _ in range(600 // batch):
+    for _ in range(300 // batch):
         submit_as(db, "one", batch)
-    for _ in range(600 // batch):
+    for _ in range(300 // batch):
         submit_as(db, "three", batch)
     for _ in range(3):
         assert agents(db, take(db, 100))["three"] == pytest.approx(75, abs=1)

@@ -188,8 +188,15 @@ def test_no_token_opens_the_lease_of_a_job(db):
 
 
 def waits_s(db, job_id):
-    """Seconds until it is offered again."""
-    return (row(db, job_id).not_before - now(db)).total_seconds()
+    """Seconds from when it was put off until it is offered again."""
+    job = row(db, job_id)
+    return (job.not_before - job.updated_at).total_seconds()
+
+
+def age_s(db, job_id):
+    """How old it was when it was put off."""
+    job = row(db, job_id)
+    return (job.updated_at - job.created_at).total_seconds()
 
 
 def grow_old(db, *job_ids, seconds=61.0):
@@ -243,13 +250,13 @@ def test_a_node_that_cannot_take_the_job_now_is_no_reason_for_haste(db, why):
 def test_the_longer_a_job_has_waited_the_longer_it_waits_until_a_limit(db):
     hand, _ = full(db)
     hand.terms = replace(hand.terms, starvation_s=1e9)
-    pauses = []
-    for age_s in (0.0, 100.0, 100_000.0):
-        (job_id,) = submit(db, min_memory_mb=5000)
-        grow_old(db, job_id, seconds=age_s)
+    young, grown, old = (submit(db, min_memory_mb=5000)[0] for _ in range(3))
+    for job_id, seconds in ((young, 0.0), (grown, 100.0), (old, 100_000.0)):
+        grow_old(db, job_id, seconds=seconds)
         hand.offer(job_id)
-        pauses.append(waits_s(db, job_id))
-    assert pauses[0] <= 1.2 and 7 < pauses[1] <= 12 and 20 < pauses[2] <= patience.MAX_PATIENCE_S * 1.2
+    assert waits_s(db, young) <= 1.2
+    assert 7 < waits_s(db, grown) <= age_s(db, grown) * 0.12
+    assert 20 < waits_s(db, old) <= patience.MAX_PATIENCE_S * 1.2
 
 
 def test_a_job_that_is_too_large_for_every_gpu_waits_longest_and_reserves_nothing(db):
@@ -286,7 +293,7 @@ def test_a_job_that_starves_gets_the_next_room(db):
 def test_a_job_that_has_not_waited_long_enough_reserves_nothing(db):
     hand, _ = full(db)
     (big,) = submit(db, min_memory_mb=5000)
-    grow_old(db, big, seconds=55.0)
+    grow_old(db, big, seconds=30.0)
     hand.offer(big)
     assert reserved(db) == {}
 
@@ -324,7 +331,7 @@ def test_a_job_reserves_on_one_node_only_and_every_worker_keeps_it_so(db):
     near.offer(big)
     assert reserved(db) == {"GPU-0": big}
     mine = update(schema.gpus).where(schema.gpus.c.gpu_uuid == "GPU-0")
-    db.write(lambda conn: conn.execute(mine.values(reserved_until=utc_shift(1.0))))
+    db.write(lambda conn: conn.execute(mine.values(reserved_until=utc_shift(9.0))))
     again(db, big)
     far.offer(big)
     assert reserved(db) == {"GPU-0": big}

@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -108,38 +107,23 @@ def test_a_drained_node_gives_no_jobs_and_says_why(db):
     assert db.read(lambda conn: dispatch.why_none(conn, "nobody")) is None
 
 
-@contextmanager
-def neighbour_of(db):
-    """A transaction of somebody else that lasts; the server would end it after a second."""
-    with db.engine.connect() as connection:
-        connection.exec_driver_sql("SET idle_transaction_timeout = 60")
-        connection.commit()
-        yield connection
-        connection.rollback()
-        connection.invalidate()
-
-
-def unhindered(call):
-    """What the call returns, which must not wait for the neighbour."""
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(call).result(4)  # a wait for a row takes as long as eight tries of a second each
-
-
-def test_a_row_in_somebody_elses_hands_is_passed_over(maria_db):
+def test_a_row_in_somebody_elses_hands_is_passed_over(maria_db, unhindered):
     """A neighbour that claims, cancels or ends a job holds its row: nobody waits for that."""
     remote, hand, ids = enlist(maria_db), hire(maria_db), submit(maria_db, 3)
-    with neighbour_of(maria_db) as neighbour:
+    with maria_db.engine.connect() as neighbour:
         claim_jobs(neighbour, hand.by, ids[:2], lambda _type: 0)
         assert [claim.job_id for claim in unhindered(lambda: remote.fetch(3))] == ids[2:]
+        neighbour.rollback()
 
 
-def test_a_job_that_needs_no_gpu_does_not_wait_for_one(maria_db):
+def test_a_job_that_needs_no_gpu_does_not_wait_for_one(maria_db, unhindered):
     """Whether a worker's node has GPUs is looked up, not locked: heartbeats write those rows all the time."""
     hire(maria_db, gpu())
     remote, _ = enlist(maria_db, node="node-1"), submit(maria_db)
-    with neighbour_of(maria_db) as neighbour:
+    with maria_db.engine.connect() as neighbour:
         neighbour.execute(schema.gpus.update().values(used_mb=1))
         assert len(unhindered(remote.fetch)) == 1
+        neighbour.rollback()
 
 
 def test_a_heartbeat_leaves_a_worker_draining_that_somebody_drains(db):
@@ -179,12 +163,11 @@ def test_who_leaves_while_it_claims_keeps_nothing(maria_db):
             name="leave",
         )
         thread.start()
-        # Asked on this very connection: a transaction that idles would be ended by the server.
         others = "FROM information_schema.processlist WHERE id <> CONNECTION_ID()"
         waits = f"SELECT COUNT(*) {others} AND info LIKE 'SELECT workers.%%FOR UPDATE'"
         wait_until(lambda: claiming.exec_driver_sql(waits).scalar(), what="leaving waits for the claim")
         claiming.commit()
-        thread.join(10)
+        thread.join(60)
     assert (status(maria_db, job_id), history(maria_db, job_id)[-1]) == ("pending", "job.handed_back")
 
 
@@ -211,11 +194,9 @@ def test_fetchers_of_two_instances_and_a_reader_share_gpus_without_overbooking(d
     hand = hire(db, gpu(0, total_mb=10_000), gpu(1, total_mb=10_000))
     remotes, ids = [enlist(db, node="node-1") for _ in range(2)], submit(db, 40, min_memory_mb=1000)
     work = [lambda r=remote: r.fetch(8) for remote in remotes] + [lambda: hand.offer(*ids[:8])]
-    threads = [threading.Thread(target=one, name=f"{turn}-{n}") for n, one in enumerate(work)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    with ThreadPoolExecutor(len(work), thread_name_prefix=f"{turn}") as threads:
+        for one in [threads.submit(one) for one in work]:
+            one.result()
     claimed = [job for job in rows(db, schema.jobs) if job.status == "claimed"]
     assert sum(g.leased_mb for g in rows(db, schema.gpus)) == 1000 * len(claimed)
     assert all(g.leased_mb <= g.usable_mb for g in rows(db, schema.gpus))

@@ -235,6 +235,7 @@ def test_a_sample_older_than_the_end_of_a_lease_does_not_prove_its_processes_gon
             )
         )
 
+    age(db, 20.0)
     look(age_s=30.0)  # taken before the process had any memory
     assert gpu_row(db).leased_mb == 4000
     look(age_s=0.0)

@@ -169,14 +169,14 @@ def test_the_gate_opens_only_well_below_the_limit(db):
 
 
 def test_the_gate_stays_closed_for_a_while(db):
-    gate = Gate(90, hold_s=30.0)
+    gate = Gate(90, hold_s=60.0)
     record(db, used(9001), gate=gate)
     record(db, used(0), gate=gate)
     assert gated(db)
-    age(db, "gate_closed_at", 29.0)
+    age(db, "gate_closed_at", 30.0)
     record(db, used(0), gate=gate)
     assert gated(db)
-    age(db, "gate_closed_at", 31.0)
+    age(db, "gate_closed_at", 61.0)
     record(db, used(0), gate=gate)
     assert not gated(db)
 

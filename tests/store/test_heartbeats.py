@@ -1,7 +1,7 @@
 """Heartbeats over HTTP, as batches: what each hears, what all cost, and that nobody's held row is a neighbour's."""
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import pytest
 from sqlalchemy import text, update
@@ -11,10 +11,11 @@ from orchestrator.leases import Granted, LeaseRequest, Terms, token_hash
 from orchestrator.store import grants, leases, registry, reports, schema, withdraw
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import utc_shift
+from orchestrator.store.dispatch import Claiming, Fetch
 from orchestrator.store.registry import Told
 from orchestrator.store.reports import Heard, Report, Sign
 from tests.factories import POLICY, STALE_S, active_leases, gpu, hire, holding, now, row, rows, submit, traffic
-from tests.fetchers import enlist
+from tests.fetchers import claimant, enlist
 from tests.store.test_statement_counts import statements
 from tests.waiting import wait_until
 
@@ -146,23 +147,33 @@ def test_each_worker_keeps_what_it_does_not_tell_and_its_last_word_counts(db):
     assert found == {one.worker_id: (7, 9, 3), two.worker_id: (0, 5, 6), three.worker_id: (0, 0, 0)}
 
 
+def fetch_each(db, remotes):
+    """A claim for each of them, all in one transaction."""
+    return [claim for (claim,) in db.write(Claiming([Fetch(remote.worker_id, 1) for remote in remotes], claimant))]
+
+
 def busy_workers(db, count):
     """HTTP workers, each with a job under a lease, silent for an hour."""
     hire(db, gpu())
     remotes, _ = [enlist(db, node="node-1") for _ in range(count)], submit(db, count, min_memory_mb=10)
-    for remote in remotes:
-        assert remote.fetch(1)
+    fetch_each(db, remotes)
     for table in (schema.workers, schema.leases, schema.nodes):
         db.write(lambda conn, table=table: conn.execute(update(table).values(last_heartbeat=utc_shift(-3600.0))))
     return remotes
 
 
+def lately(db, found):
+    """Whose last heartbeat was not an hour ago."""
+    since = now(db) - timedelta(minutes=30)
+    return {one.worker_id for one in found if one.last_heartbeat > since}
+
+
 def extended(db):
-    return {one.worker_id for one in active_leases(db) if (now(db) - one.last_heartbeat).total_seconds() < 1800}
+    return lately(db, active_leases(db))
 
 
 def heard(db):
-    return {one.worker_id for one in rows(db, schema.workers) if (now(db) - one.last_heartbeat).total_seconds() < 1800}
+    return lately(db, rows(db, schema.workers))
 
 
 def test_50_workers_with_leases_are_eight_statements_and_one_commit(db):
@@ -238,7 +249,7 @@ def test_a_lease_that_ended_while_its_turn_was_waited_for_is_held_by_nobody(mari
 def test_signs_of_30_workers_are_three_statements_and_one_commit(db):
     """The workers, the jobs, how far they are."""
     remotes, _ = [enlist(db) for _ in range(30)], submit(db, 30)
-    claims = [remote.fetch(1)[0] for remote in remotes]
+    claims = fetch_each(db, remotes)
     signs = [
         Report(remote.worker_id, Sign(claim.job_id, claim.attempt, number / 32, f"step {number}"))
         for number, (remote, claim) in enumerate(zip(remotes, claims, strict=True))
@@ -248,8 +259,9 @@ def test_signs_of_30_workers_are_three_statements_and_one_commit(db):
         assert db.write(lambda conn: reports.write(conn, signs, POLICY)) == [Heard(cancel_requested=False)] * 30
     assert len(statements(seen)) == 3, seen.statements
     assert seen.commits == 1
+    found = {job.job_id: job for job in rows(db, schema.jobs)}
     for number, claim in enumerate(claims):
-        job = row(db, claim.job_id)
+        job = found[claim.job_id]
         assert (job.status, job.progress, job.progress_note) == ("running", number / 32, f"step {number}")
 
 

@@ -18,26 +18,36 @@ from orchestrator.store.database import Database
 from orchestrator.store.schema import metadata
 from tests.servers import MariaDB
 
+#: Three processes, forked when all is imported, that begin when all are there: then the pipe is closed.
 UPGRADE = """
-import sys
+import os, sys
 from orchestrator.settings import Settings
 from orchestrator.store import migrate
 from orchestrator.store.database import Database
-db = Database(Settings(database_url=sys.argv[1]))
-print("ready", flush=True)
-input()
-migrate.upgrade(db)
+wait, begin = os.pipe()
+children = []
+for _ in range(3):
+    if child := os.fork():
+        children.append(child)
+    else:
+        os.close(begin)
+        os.read(wait, 1)
+        migrate.upgrade(Database(Settings(database_url=sys.argv[1])))
+        sys.exit()
+os.close(begin)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
 """
 
 
-@pytest.fixture(params=["mariadb", "sqlite"])
-def empty_database(request, tmp_path) -> Iterator[Callable[[str], Database]]:
+@pytest.fixture(scope="module", params=["mariadb", "sqlite"])
+def empty_database(request, tmp_path_factory) -> Iterator[Callable[[str], Database]]:
     """`empty_database("name")`: a new one of that name, on both databases in turn."""
     opened: list[Database] = []
+    folder = tmp_path_factory.mktemp("migrations")
 
     def address(name: str) -> str:
         if request.param == "sqlite":
-            return f"sqlite:///{tmp_path / name}.db"
+            return f"sqlite:///{folder / name}.db"
         server: MariaDB = request.getfixturevalue("mariadb")
         with server.connect() as connection, connection.cursor() as cursor:
             cursor.execute(f"DROP DATABASE IF EXISTS {name}")
@@ -50,6 +60,14 @@ def empty_database(request, tmp_path) -> Iterator[Callable[[str], Database]]:
     yield open_database
     for db in opened:
         db.close()
+
+
+@pytest.fixture(scope="module")
+def migrated(empty_database) -> Database:
+    """Upgraded once for all who look at it, and left as it was."""
+    db: Database = empty_database("migrated")
+    migrate.upgrade(db)
+    return db
 
 
 def reflected(db: Database) -> dict:
@@ -83,13 +101,13 @@ def statements(db: Database) -> dict[str, list[str]]:
     return db.read(read)
 
 
-def test_a_migrated_database_is_the_one_of_schema_py(empty_database):
-    migrated, created = empty_database("migrated"), empty_database("created")
-    migrate.upgrade(migrated)
+def test_a_migrated_database_is_the_one_of_schema_py(migrated, empty_database):
+    created = empty_database("created")
     metadata.create_all(created.engine)
 
-    assert reflected(migrated) == reflected(created)
-    assert set(reflected(migrated)) == set(metadata.tables)
+    found = reflected(migrated)
+    assert found == reflected(created)
+    assert set(found) == set(metadata.tables)
     if migrated.engine.dialect.name != "sqlite":
         assert statements(migrated) == statements(created)
 
@@ -100,66 +118,56 @@ def test_the_scripts_are_known_by_their_file_names():
     assert revisions.head() == directory.get_current_head()
 
 
-def test_microseconds_and_constraints_arrive(empty_database):
-    db = empty_database("migrated")
-    migrate.upgrade(db)
-    columns = {column["name"]: column["type"] for column in inspect(db.engine).get_columns("orchestrator_jobs")}
+def test_microseconds_and_constraints_arrive(migrated):
+    columns = {column["name"]: column["type"] for column in inspect(migrated.engine).get_columns("orchestrator_jobs")}
     assert getattr(columns["created_at"], "fsp", 6) == 6
-    with pytest.raises(DBAPIError, match="ck_caps_in_use"), db.engine.begin() as connection:
+    with pytest.raises(DBAPIError, match="ck_caps_in_use"), migrated.engine.begin() as connection:
         connection.execute(text("INSERT INTO concurrency_caps VALUES ('key', -1)"))
 
 
-def test_upgrading_twice_changes_nothing(empty_database):
-    db = empty_database("migrated")
-    assert revisions.current(db) is None
-    assert revisions.pending(db)
-    migrate.upgrade(db)
-    before = reflected(db)
-    migrate.upgrade(db)
-    assert reflected(db) == before
-    assert revisions.current(db) == revisions.head()
-    assert not revisions.pending(db)
+def test_upgrading_twice_changes_nothing(migrated):
+    before = reflected(migrated)
+    migrate.upgrade(migrated)
+    assert reflected(migrated) == before
+    assert revisions.current(migrated) == revisions.head()
+    assert not revisions.pending(migrated)
 
 
 def test_a_migration_that_was_killed_half_way_continues(empty_database):
-    db = empty_database("migrated")
+    db = empty_database("half_way")
+    assert revisions.current(db) is None
+    assert revisions.pending(db)
     with db.engine.begin() as connection:
         metadata.tables["lanes"].create(connection)
     migrate.upgrade(db)
     assert set(reflected(db)) == set(metadata.tables)
 
 
-def test_a_database_of_a_later_version_is_left_alone(empty_database):
-    db = empty_database("migrated")
-    migrate.upgrade(db)
-    db.write(lambda conn: conn.execute(text("UPDATE alembic_version SET version_num = '9999'")))
-    assert not revisions.pending(db)
-    migrate.upgrade(db)
-    assert revisions.current(db) == "9999"
+def test_a_database_of_a_later_version_is_left_alone(migrated):
+    def version(number):
+        change = text("UPDATE alembic_version SET version_num = :number")
+        migrated.write(lambda conn: conn.execute(change, {"number": number}))
+
+    version("9999")
+    try:
+        assert not revisions.pending(migrated)
+        migrate.upgrade(migrated)
+        assert revisions.current(migrated) == "9999"
+    finally:
+        version(revisions.head())
 
 
 def test_processes_that_upgrade_at_once_all_succeed(empty_database):
-    db = empty_database("migrated")
-    command = [sys.executable, "-c", UPGRADE, db.settings.database_url]
-    upgrades = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for _ in range(3)
-    ]
-    for process in upgrades:  # all have imported everything before the first begins
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in upgrades:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    ends = [(process.communicate(timeout=60)[1], process.returncode) for process in upgrades]
-    assert [code for _, code in ends] == [0, 0, 0], ends
+    db = empty_database("at_once")
+    ended = subprocess.run(
+        [sys.executable, "-c", UPGRADE, db.settings.database_url],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=120,
+        check=False,
+    )
+    assert ended.stdout == "[0, 0, 0]\n", ended.stderr
     assert not revisions.pending(db)
 
 

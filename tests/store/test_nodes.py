@@ -15,7 +15,7 @@ from orchestrator.store import gpus, nodes, outbox, schema, worker_reads
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.gpus import Gate
 from orchestrator.store.nodes import Worker
-from tests.factories import Hand, gpu, hire, now, row, rows, set_job, submit
+from tests.factories import STALE_S, Hand, gpu, hire, now, row, rows, set_job, submit
 from tests.waiting import wait_until
 
 
@@ -34,7 +34,7 @@ def test_a_heartbeat_shows_the_worker_and_its_gpus(db):
         1,
     )
     assert worker["types"] == ["echo"]
-    (shown,) = db.read(lambda conn: gpus.list_gpus(conn, 5.0))
+    (shown,) = db.read(lambda conn: gpus.list_gpus(conn, STALE_S))
     assert (shown["total_mb"], shown["usable_mb"], shown["used_mb"], shown["foreign_mb"]) == (
         10_000,
         9000,
@@ -42,7 +42,7 @@ def test_a_heartbeat_shows_the_worker_and_its_gpus(db):
         700,
     )
     assert shown["fresh"] is True
-    assert abs(shown["sampled_at"] - now(db)) < timedelta(seconds=5)
+    assert abs(shown["sampled_at"] - now(db)) < timedelta(seconds=STALE_S)
 
 
 def test_a_heartbeat_tells_how_large_batches_were_and_a_later_one_without_news_leaves_it(db):
@@ -71,7 +71,7 @@ def test_a_sample_never_touches_what_is_leased(db):
 def test_a_silent_worker_is_lost_and_its_next_heartbeat_is_refused(db):
     silent, alive = hire(db), hire(db)
     silent.go_silent(61)
-    alive.go_silent(59)
+    alive.go_silent(30)
     assert declare_lost(db) == [silent.worker_id]
     assert declare_lost(db) == []
     with pytest.raises(WorkerLost):
@@ -108,7 +108,7 @@ def test_jobs_are_stale_whose_owner_is_dead_in_whatever_way(db):
     db.write(lambda conn: nodes.deregister(conn, stopped.worker))
     assert stale() == 5
     silent.go_silent(61)
-    alive.go_silent(59)
+    alive.go_silent(30)
     assert stale() == 6
     (job_id,) = (job.job_id for job in rows(db, schema.jobs) if job.worker_id == alive.worker_id)
     set_job(db, job_id, worker_id="unheard-of")
@@ -183,14 +183,14 @@ def test_a_worker_may_start_while_another_inserts_the_same_node_and_gpu(maria_db
         )
         starting.start()
         wait_until(waits_for_a_lock, what="register meets the row of its neighbour")
-    starting.join(10)
+    starting.join(60)
     assert [w.worker_id for w in rows(maria_db, schema.workers)] == ["w"]
     with maria_db.engine.begin() as neighbour:
         gpus.record(neighbour, "node-1", [gpu()], Gate(90))
         beating = Thread(target=Hand(maria_db, worker, [gpu()]).beat, name="beating")
         beating.start()
         wait_until(waits_for_a_lock, what="the heartbeat meets the row of its neighbour")
-    beating.join(10)
+    beating.join(60)
     assert len(rows(maria_db, schema.gpus)) == 1
 
 

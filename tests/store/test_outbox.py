@@ -102,24 +102,24 @@ def test_promotion_is_bounded_and_earliest_first(db):
 def test_announced_shows_what_was_published_a_while_ago_and_nobody_claimed(db):
     hand = hire(db)
     waiting, claimed, fresh, _ready = submit(db, 4)
-    set_job(db, waiting, queued="announced", published_at=utc_shift(-10.0))
-    set_job(db, claimed, queued="announced", published_at=utc_shift(-10.0))
+    set_job(db, waiting, queued="announced", published_at=utc_shift(-100.0))
+    set_job(db, claimed, queued="announced", published_at=utc_shift(-100.0))
     set_job(db, fresh, queued="announced", published_at=utc_shift(-1.0))
     hand.claim(claimed)
-    assert announced(db, 5.0) == [waiting]
+    assert announced(db, 50.0) == [waiting]
     assert announced(db, 0.5) == [waiting, fresh]
-    assert announced(db, 60.0) == []
+    assert announced(db, 600.0) == []
 
 
 def test_unpublish_leaves_alone_what_was_claimed_or_announced_anew(db):
     hand = hire(db)
     old, claimed, anew, ready = submit(db, 4)
     for job_id in (old, claimed):
-        set_job(db, job_id, queued="announced", published_at=utc_shift(-10.0))
+        set_job(db, job_id, queued="announced", published_at=utc_shift(-100.0))
     set_job(db, anew, queued="announced", published_at=utc_shift(-1.0))
     hand.claim(claimed)
     before = [row(db, job_id) for job_id in (claimed, anew, ready)]
-    assert unpublish(db, [old, claimed, anew, ready, "nobody"], 5.0) == 1
+    assert unpublish(db, [old, claimed, anew, ready, "nobody"], 50.0) == 1
     assert [row(db, job_id) for job_id in (claimed, anew, ready)] == before
     assert (row(db, old).queued, row(db, old).published_at) == ("ready", None)
     assert unpublish(db, []) == 0

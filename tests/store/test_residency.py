@@ -331,7 +331,7 @@ def test_as_many_leave_as_are_needed_and_none_in_vain(db):
 @pytest.mark.parametrize("why", ["pinned", "young", "busy", "ending", "elsewhere", "cpu"])
 def test_those_stay_that_may(db, why):
     hand = hire(db, gpu(total_mb=20_000))
-    slot = settle_in(hand, memory_mb=15_000, pinned=why == "pinned", resident_s=29.0 if why == "young" else 31.0)
+    slot = settle_in(hand, memory_mb=15_000, pinned=why == "pinned", resident_s=10.0 if why == "young" else 31.0)
     if why == "busy":
         assert isinstance(offer(hand, job(db, 15_000), warm=[slot]), Claim)
     if why == "ending":
@@ -446,7 +446,7 @@ def test_who_occupies_while_another_evicts_sees_it(maria_db):
         )
         occupier.start()
         wait_until(lambda: waits_for_a_lock(db), what="it waits for the evictor")
-    occupier.join(20)
+    occupier.join(60)
     assert answers == [False]
     assert (lease_of(db, slot.key).job_id, evicted(db)) == (None, [slot.key])
 

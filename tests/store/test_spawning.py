@@ -421,7 +421,7 @@ def test_who_stops_a_workflow_waits_for_whoever_adds_tasks_to_it(db):
             return made, cancelling
 
         made, cancelling = db.write(slowly)
-        cancelling.result(10)
+        cancelling.result(60)
     assert made.count == 5 and list(standing(db).values()).count("cancelled") == 5
 
 

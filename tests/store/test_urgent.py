@@ -32,24 +32,24 @@ def latest_start(db, job_id):
 def test_the_nearest_latest_starts_go_first_as_many_as_may_and_do_not_move_the_clock(db):
     usual = submit(db, 5)
     (calm,) = dated(db, 3600)
-    (long,) = dated(db, 600, expected_duration_sec=595)
-    (near,) = dated(db, 8)
-    assert take(db, 2, Urgent(2, 10.0)) == [long, near]
+    (long,) = dated(db, 600, expected_duration_sec=550)
+    (near,) = dated(db, 80)
+    assert take(db, 2, Urgent(2, 100.0)) == [long, near]
     assert clock(db) == 0
-    (next_near,) = dated(db, 9)
-    assert take(db, 3, Urgent(1, 10.0)) == [next_near, *usual[:2]]
+    (next_near,) = dated(db, 90)
+    assert take(db, 3, Urgent(1, 100.0)) == [next_near, *usual[:2]]
     assert take(db, 10) == [*usual[2:], calm]
 
 
 def test_an_urgent_job_is_taken_once_also_when_its_rank_is_first(db):
-    (near,) = dated(db, 5)
+    (near,) = dated(db, 50)
     (other,) = submit(db)
-    assert take(db, 2, Urgent(1, 10.0)) == [near, other]
+    assert take(db, 2, Urgent(1, 100.0)) == [near, other]
 
 
 def test_other_lanes_have_deadlines_of_their_own(db):
-    (mine,), _theirs = submit(db), dated(db, 5, pool_id="other")
-    assert take(db, 5, Urgent(3, 10.0)) == [mine]
+    (mine,), _theirs = submit(db), dated(db, 50, pool_id="other")
+    assert take(db, 5, Urgent(3, 100.0)) == [mine]
 
 
 def test_the_latest_start_is_known_while_a_job_is_ready_or_announced(db):

@@ -154,8 +154,8 @@ def test_however_a_cancelled_attempt_ends_its_job_is_cancelled(db, how):
     assert job["finished_at"] is not None
     assert event["event_type"] == "job.cancelled"
     assert event["details"]["ended_as"] == end.outcome.value
-    assert 2.4 < event["details"]["stop_seconds"] < 30
-    assert event["details"]["stop_seconds"] == pytest.approx(job["stop_seconds"], abs=0.1)
+    # The event tells of the moment when the row was locked, the row of its last change.
+    assert 2.4 < event["details"]["stop_seconds"] <= job["stop_seconds"] + 0.001 < 30
     with pytest.raises(ResultNotFound):
         db.read(lambda conn: job_reads.result(conn, claim.job_id))
     assert rows(db, schema.results) == rows(db, schema.dead_letters) == active_leases(db) == []

@@ -25,7 +25,7 @@ from orchestrator.store.settle import End, Outcome, finish_all, record, take_fro
 from orchestrator.store.submit import Rules, Verdict, submit_jobs
 from orchestrator.store.sweeping import Walk
 from orchestrator.workflows import FlowStatus, Limits, NewWorkflow, prepare_tasks
-from tests.factories import POLICY, done, failed, hire, history, is_sqlite, new_job, row, rows, submit, traffic
+from tests.factories import POLICY, done, failed, hire, history, is_sqlite, meeting, new_job, row, rows, submit, traffic
 from tests.fetchers import enlist
 
 LIMITS = Limits(10_000, 16)
@@ -192,7 +192,7 @@ def test_two_parents_that_end_at_the_same_moment_let_their_child_go_once(db):
         barrier = threading.Barrier(2)
 
         def settle(hand, claim, barrier=barrier):
-            barrier.wait(10)
+            barrier.wait(30)
             hand.finish(claim)
 
         with ThreadPoolExecutor(2) as pool:
@@ -208,14 +208,12 @@ def test_the_second_of_two_open_transactions_waits_for_the_first_and_sees_its_en
     create(db, task("a"), task("b"), task("c", "a", "b"))
     hands = [hire(db), hire(db)]
     claims = [hand.claim(f"w.{one}")[0] for hand, one in zip(hands, "ab", strict=True)]
-    both = threading.Barrier(2)
+    finish = meeting(2, finish_all)
 
     def settle(hand, claim):
         def work(conn):
             with audit.together(conn), followers.together(conn):
-                finish_all(conn, hand.by, [done(claim)])
-                if both.n_waiting or not both.broken:
-                    both.wait(10)
+                finish(conn, hand.by, [done(claim)])
 
         db.write(work)
 
@@ -292,11 +290,11 @@ def test_a_parent_that_ends_while_a_task_is_added_is_not_waited_for_in_vain(db):
     barrier = threading.Barrier(2)
 
     def settle():
-        barrier.wait(10)
+        barrier.wait(30)
         hand.finish(claim)
 
     def extend():
-        barrier.wait(10)
+        barrier.wait(30)
         add(db, task("b", "a"))
 
     with ThreadPoolExecutor(2) as pool:

@@ -10,7 +10,7 @@ import redis
 
 from orchestrator.errors import RedisUnavailable
 from orchestrator.jobs import Ready
-from orchestrator.stream.ear import Ear
+from orchestrator.stream.ear import AGAIN_S, Ear
 from orchestrator.stream.hub import Hub
 from tests.servers import Redis, Valkey
 from tests.waiting import wait_until
@@ -255,13 +255,18 @@ def test_one_who_may_not_know_its_number_reads_all_the_same(raw, redis_url, pati
 def test_one_who_may_not_interrupt_waits_as_long_as_the_read_does_and_asks_once(raw, redis_url, patient):
     with user(raw, redis_url, "-client|unblock") as url:
         hub = Hub(patient(url))
-        reader = hub.reader(hub.lane("default"), "w1")
-        thread = threading.Thread(target=lambda: reader.read(1, 500), daemon=True)
-        thread.start()
+        listener = lane_reader(hub)
+        thread = listener.listen()
         wait_until(lambda: blocked(raw) == 1, what="it waits")
         before = unblocks(raw, "rejected_calls")
-        reader.ear.release(thread, SOON_S)
-        assert not thread.is_alive()
+        stopper = threading.Thread(target=listener.ear.release, args=(thread, SOON_S), daemon=True)
+        stopper.start()
+        wait_until(lambda: unblocks(raw, "rejected_calls") > before, what="it asked")
+        stopper.join(5 * AGAIN_S)
+        assert thread.is_alive() and stopper.is_alive()
+        listener.give()
+        stopper.join(SOON_S)
+        assert not stopper.is_alive() and not thread.is_alive()
         assert unblocks(raw, "rejected_calls") - before == 1
         hub.close()
 

@@ -11,6 +11,9 @@ from tests.proxy import Proxy
 from tests.servers import Redis, Valkey
 from tests.waiting import wait_until
 
+#: Seconds that an answer through the proxy may take: long for a busy machine, short for who waits in vain.
+TIMEOUT_S = 2.0
+
 
 def ready(*names):
     return [Ready(name, "echo", None) for name in names]
@@ -27,7 +30,7 @@ def read_until(reader, enough):
         seen.extend(read(reader))
         return enough(seen)
 
-    wait_until(look, timeout=5, what="reading goes on")
+    wait_until(look, what="reading goes on")
     return seen
 
 
@@ -44,7 +47,7 @@ def proxy(redis_url, raw):
 @pytest.fixture
 def far(proxy, settings):
     """A hub whose way to the server leads through the proxy."""
-    opened = Hub(settings(redis_url=f"redis://127.0.0.1:{proxy.port}/0", redis_timeout_s=0.7))
+    opened = Hub(settings(redis_url=f"redis://127.0.0.1:{proxy.port}/0", redis_timeout_s=TIMEOUT_S))
     yield opened
     opened.close()
 
@@ -159,7 +162,7 @@ def test_a_connection_cut_in_the_middle_of_a_read(far, proxy, raw):
             return False
         return seen == ["a"]
 
-    wait_until(keep_reading, timeout=5, what="the reader reconnects and reads")
+    wait_until(keep_reading, what="the reader reconnects and reads")
 
 
 # --- half-open ---
@@ -174,7 +177,7 @@ def test_a_half_open_connection_ends_a_blocked_read_in_time(far, proxy, raw, set
     started = time.monotonic()
     with pytest.raises(RedisUnavailable):
         reader.read(10, 200)
-    assert time.monotonic() - started < 0.7 + 1
+    assert time.monotonic() - started < 10 * TIMEOUT_S
     proxy.heal()
     raw.xadd(lane.key, {"job_id": "a"})
     assert read(reader) == ["a"]
@@ -231,12 +234,12 @@ def test_a_server_too_busy_to_answer_in_time_is_unavailable(hub, raw):
     """F-17."""
     lane = hub.lane("default")
     lane.announce(ready("a"))
-    raw.client_pause(1500, all=True)
     started = time.monotonic()
+    raw.client_pause(4000, all=True)
     with pytest.raises(RedisUnavailable):
         lane.length()
-    assert time.monotonic() - started < 2
-    wait_until(lambda: _answers(lane), timeout=5, what="the server answers again")
+    assert time.monotonic() - started < 4, "not only when it answers again"
+    wait_until(lambda: _answers(lane), what="the server answers again")
 
 
 def _answers(lane):

@@ -362,7 +362,7 @@ def test_after_a_wait_in_vain_nobody_waits_again_for_a_while(batcher_of, monkeyp
     with pytest.raises(RowsHeld):
         batcher.submit(1).result(WAIT_S)
     assert batcher.submit(2).result(WAIT_S) == 20
-    assert rows.waited == [[-1], [1]] if wary_s else [[-1], [1], [1], [2]]
+    assert rows.waited == ([[-1], [1]] if wary_s else [[-1], [1], [1], [2]])
 
 
 def test_of_those_at_fault_one_queues_at_a_time_and_each_gets_its_turn(batcher_of):
@@ -387,10 +387,11 @@ def test_hundreds_at_fault_wait_once_together(batcher_of, monkeypatch):
 
 
 def test_a_batch_that_is_told_apart_takes_a_moment_as_a_whole_and_not_for_its_parts(batcher_of):
-    rows = Rows(1)
-    batcher, (held,) = batcher_of(rows, 1, linger=lambda: WAIT_S, urgent=lambda item: item in {-1, 1, 4})
+    rows, urgent = Rows(1), {-1, 1}
+    batcher, (held,) = batcher_of(rows, 1, linger=lambda: WAIT_S, urgent=lambda item: item in urgent)
     with pytest.raises(RowsHeld):
         held.result(WAIT_S)
+    urgent = {4}  # the last one: they go together
     futures = [batcher.submit(item) for item in (2, 3, 1, 4)]
     assert [future.result(WAIT_S) for future in futures if future is not futures[2]] == [20, 30, 40]
     assert rows.moments == [[2, 3, 1, 4]]

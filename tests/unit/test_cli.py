@@ -40,7 +40,6 @@ from orchestrator.settings import Settings
 from orchestrator.store import revisions, schema
 from tests.factories import rows
 from tests.receiver import receiving
-from tests.servers import free_port
 from tests.waiting import wait_until
 from worker.answers import trace
 
@@ -447,7 +446,7 @@ def test_doctor_says_what_is_broken(capsys):
         "--database-url",
         SECRET_URL,
         "--redis-url",
-        f"redis://127.0.0.1:{free_port()}",
+        "redis://127.0.0.1:1",
         "--gpus",
         "none",
     ]
@@ -506,7 +505,7 @@ def server():
 
 
 def test_an_unreachable_server_is_3_and_says_what_to_try(capsys):
-    url = f"http://127.0.0.1:{free_port()}"
+    url = "http://127.0.0.1:1"
     for arguments in (
         ["gpus"],
         ["jobs", "get", "a"],
@@ -528,7 +527,7 @@ def test_an_unreachable_server_is_3_and_says_what_to_try(capsys):
 
 
 def test_a_proxy_is_not_asked_for_this_machine(server, monkeypatch):
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("GPUORCH_URL", server.url)
     server.answers = [(200, {"gpus": []})]
     assert run(["gpus"]) == 0
@@ -1471,7 +1470,7 @@ def test_names_are_completed_from_the_server(server, monkeypatch, capsys):
 
 
 def test_a_server_that_is_away_completes_nothing(monkeypatch, capsys):
-    monkeypatch.setenv("GPUORCH_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("GPUORCH_URL", "http://127.0.0.1:1")
     assert completed("gpuorch jobs get a", monkeypatch, capsys) == []
 
 

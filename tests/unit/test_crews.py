@@ -276,7 +276,7 @@ def views(draw, pool_id="p", states=tuple(PoolState)):
 
 
 two_pools = st.tuples(views("p"), views("q"))
-a_lot = settings(max_examples=100, deadline=None)
+a_lot = settings(max_examples=100)
 
 
 @a_lot

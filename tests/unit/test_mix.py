@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.placement import Ask, Mix, RecentAsks, Shape
@@ -96,7 +96,6 @@ def test_what_nobody_asks_for_or_reports_does_not_limit():
     assert Mix({Shape(0, gpu_count=0, cpu_milli=5): 1.0}).servable_mb(10, unlimited) == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=300), st.integers(1, 80))
 def test_the_counts_are_those_of_the_last_asks(sizes, window):
     recent = RecentAsks(window)

@@ -13,8 +13,10 @@ PROGRAM = """
 import pathlib, sys, pytest
 import tests.__main__ as parts
 parts.ROOT = pathlib.Path(sys.argv[1])
-sys.exit(pytest.main(["-q", "-p", "no:randomly", "-p", "no:cacheprovider", sys.argv[1]], plugins=[parts]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]], plugins=[parts]))
 """
+#: Plugins that libraries bring take longer to load than all of this.
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 SOUND = "def test_sound(request):\n    open(os.path.join(os.environ['RAN'], request.node.path.name), 'x').close()\n"
 
 
@@ -31,7 +33,7 @@ def run(tmp_path):
             (folder / f"{name}.py").write_text(source)
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(folder)],
-            env={**os.environ, "RAN": str(ran), "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, **ALONE, "RAN": str(ran), "PYTHONPATH": os.pathsep.join(sys.path)},
             cwd=tmp_path,
             capture_output=True,
             text=True,

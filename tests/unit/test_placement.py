@@ -1,7 +1,7 @@
 """Placement: all or nothing, unknown is not free, a reason for every refusal, the same answer to the same question."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.placement import Ask, Cluster, GpuView, HostView, Mix, Placed, Policy, Reason, Refused, Shape, refusal
@@ -277,7 +277,6 @@ def replayed(views, hosts, taken):
 SEQUENCES = st.lists(ASKS, min_size=1, max_size=3).flatmap(lambda few: st.lists(st.sampled_from(few), max_size=12))
 
 
-@settings(deadline=None)
 @given(CLUSTERS, HOSTS, SEQUENCES, POLICIES, MIXES)
 def test_no_sequence_of_placements_breaks_a_rule(views, hosts, asks, policy, mix):
     cluster = Cluster(views, hosts)
@@ -310,7 +309,6 @@ def test_no_sequence_of_placements_breaks_a_rule(views, hosts, asks, policy, mix
         assert {node.node_id: node.host for node in cluster.nodes()} == left
 
 
-@settings(deadline=None)
 @given(CLUSTERS, HOSTS, ASKS, POLICIES, MIXES)
 def test_the_reasons_of_a_refusal_are_true(views, hosts, ask, policy, mix):
     answer = Cluster(views, hosts).place(ask, policy, mix)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.placement import Ask, Cluster, GpuView, HostView, Placed, Resident, evictions, refusal, reservation
@@ -107,7 +107,6 @@ RESIDENTS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(RESIDENTS, st.lists(st.integers(-10, 60), min_size=4, max_size=4), st.integers(1, 90), st.integers(1, 2))
 def test_evictions_are_lawful_enough_and_none_is_in_vain(residents, frees, memory_mb, count):
     views = []
@@ -130,7 +129,6 @@ def test_evictions_are_lawful_enough_and_none_is_in_vain(residents, frees, memor
         assert not any(fits_without([other for other in chosen if other is not one]) for one in chosen)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=4, max_size=4), st.integers(1, 90), st.integers(1, 3))
 def test_a_reservation_is_of_one_node_and_could_hold_it(leased, memory_mb, count):
     views = [GpuView(uuid, uuid[4], int(uuid[6]), 60, used, 0) for uuid, used in zip(UUIDS, leased, strict=True)]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import InvalidInput
@@ -87,7 +87,6 @@ def test_the_29th_of_february_comes_every_four_years():
     assert Timing.of("0 0 29 2 *", None, "UTC", ANCHOR).after(utc(2096, 3, 1)) == utc(2104, 2, 29)
 
 
-@settings(deadline=None)
 @given(timings, moments)
 def test_the_next_time_is_later_and_does_not_depend_on_when_one_asks(timing, moment):
     first = timing.after(moment)
@@ -119,7 +118,6 @@ def test_an_interval_does_not_drift(every, n):
 # --- catching up ---
 
 
-@settings(deadline=None)
 @given(timings, moments, st.floats(0, 3e6), catch_ups, st.integers(1, 20))
 def test_a_plan_keeps_its_bounds(timing, moment, late_s, catch_up, most):
     due = timing.after(moment)
@@ -138,7 +136,6 @@ def test_a_plan_keeps_its_bounds(timing, moment, late_s, catch_up, most):
         assert timing.after(made.fires[-1]) == made.next_at
 
 
-@settings(deadline=None)
 @given(timings, moments, st.floats(0, 1e5))
 def test_every_time_fires_or_is_missed(timing, moment, late_s):
     due = timing.after(moment)

@@ -12,7 +12,10 @@ from orchestrator.telemetry.spans import Spans
 PROGRAM = Path(__file__).parents[2] / "examples" / "trace_tree.py"
 
 
-def test_a_trace_is_printed_as_a_tree():
+def test_a_trace_is_printed_as_a_tree(monkeypatch):
+    # All of them in one request, at the end: a trace is printed when nothing more came of it for a while.
+    monkeypatch.setattr(exporting, "LINGER_MS", 60_000)
+    monkeypatch.setattr(exporting, "CLOSE_S", 60.0)
     with subprocess.Popen(
         [sys.executable, str(PROGRAM), "--port", "0", "--quiet", "0.5", "--traces", "1"],
         stdout=subprocess.PIPE,

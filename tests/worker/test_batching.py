@@ -11,6 +11,7 @@ from orchestrator.store import audit, schema, withdraw
 from tests.factories import new_job
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
+from tests.worker.deaths import declare_dead
 from tests.worker.test_worker import events, leased
 
 HANDLERS = """
@@ -124,15 +125,16 @@ class Bench:
         self.cluster, self.orchestrator, self.folder = cluster, orchestrator, folder
         self.notes_file, self.gate = folder / "notes", folder / "gate"
         self.notes_file.touch()
+        self.at_work = False
         (folder / "batch_handlers.py").write_text(HANDLERS)
 
     def submit(self, *jobs):
-        """All at once, and announced, so that a free slot finds them together; their ids."""
+        """All at once, and announced, so that the first slot finds them together; their ids."""
         payload = {"notes": str(self.notes_file), "gate": str(self.gate)}
         made = [new_job(**{"type": "many"} | job | {"payload": payload | job.get("payload", {})}) for job in jobs]
-        before = self.announced()
         self.orchestrator.submit(made).result(10)
-        wait_until(lambda: self.announced() == before + len(made), what="all announced")
+        if not self.at_work:  # else some may be over before we look
+            wait_until(lambda: self.announced() == len(made), what="all announced")
         return [job.job_id for job in made]
 
     def announced(self):
@@ -140,6 +142,7 @@ class Bench:
 
     def work(self, **given):
         given = {"worker_slots": 1, "worker_handlers": ("batch_handlers",), "gpu_backend": "sim:1x24576"} | given
+        self.at_work = True
         return self.cluster.worker(path=str(self.folder), **given)
 
     def notes(self, key="jobs"):
@@ -152,8 +155,9 @@ class Bench:
     def began(self, job_id):
         wait_until(lambda: any(job_id in jobs for jobs in self.calls()), what="its call")
 
-    def cancel(self, job_id):
-        self.cluster.db.write(lambda conn: withdraw.cancel(conn, job_id))
+    def cancel(self, *job_ids):
+        """In one transaction: no heartbeat sees some of them."""
+        self.cluster.db.write(lambda conn: [withdraw.cancel(conn, job_id) for job_id in job_ids])
 
     def done(self, *job_ids):
         return [self.cluster.wait_for(job_id, "done") for job_id in job_ids]
@@ -173,6 +177,11 @@ def doing(*orders, **fields):
     return [{"payload": {"do": do}} | fields for do in orders]
 
 
+def moves(cluster, job_id):
+    """What became of it, but for that it ran: that is told only of what takes longer than a moment, on this machine."""
+    return [event for event in events(cluster, job_id) if event != "job.running"]
+
+
 # --- one call, many ends ---
 
 
@@ -190,7 +199,7 @@ def test_waiting_jobs_run_in_one_call_and_each_ends_by_itself(bench, cluster):
     assert (ends[skip]["status"], ends[never]["status"]) == ("skipped", "failed")
     assert (ends[odd]["status"], ends[odd]["error_kind"]) == ("failed", "bad_result")
     assert [end["attempts"] for end in ends.values()] == [1, 1, 1, 2, 2, 1, 1]
-    assert events(cluster, fine) == ["job.submitted", "job.claimed", "job.done"]
+    assert moves(cluster, fine) == ["job.submitted", "job.claimed", "job.done"]
     assert cluster.db.read(lambda conn: audit.of_job(conn, fine))[1]["details"]["batch_size"] == 7
     wait_until(lambda: (bench.announced(), leased(cluster)) == (0, 0), what="all acknowledged, all memory back")
 
@@ -231,7 +240,7 @@ def test_a_poison_that_kills_its_process_is_found_and_its_neighbours_are_done(be
     assert (record["crashes"], record["attempt"]) == (2, 3)
     assert {(job["attempt"], job["attempts"], job["crashes"]) for job in neighbours} == {(2, 1, 0)}
     assert [len(call) for call in bench.calls()] == [11] + [1] * 12
-    assert events(cluster, ids[0])[1:3] == ["job.claimed", "job.handed_back"]
+    assert moves(cluster, ids[0])[1:3] == ["job.claimed", "job.handed_back"]
     wait_until(lambda: leased(cluster) == 0, what="all memory back")
 
 
@@ -265,8 +274,7 @@ def test_one_that_is_cancelled_may_be_left_out_and_all_of_them_end_the_call(benc
     bench.gate.unlink()
     ids = bench.submit(*[{"type": "held"}] * 3)
     bench.began(ids[0])
-    for job_id in ids:
-        bench.cancel(job_id)
+    bench.cancel(*ids)
     for job_id in ids:
         cluster.wait_for(job_id, "cancelled")
     assert not bench.gate.exists()  # it returned because nobody wanted it any more
@@ -277,8 +285,7 @@ def test_a_deaf_call_is_made_to_stop_when_all_are_cancelled(bench, cluster):
     ids = bench.submit(*[{"type": "deaf"}] * 2)
     bench.work(cancel_step_s=0.2)
     bench.began(ids[0])
-    for job_id in ids:
-        bench.cancel(job_id)
+    bench.cancel(*ids)
     for job_id in ids:
         cluster.wait_for(job_id, "cancelled")
     assert len(bench.calls()) == 1
@@ -296,8 +303,9 @@ def test_a_deaf_call_is_killed_for_one_that_is_cancelled_and_its_neighbours_run_
 
 
 def test_the_time_limit_of_one_hands_back_the_others(bench, cluster):
+    # Long enough for its slot to write down that it began.
     first, slow, last = ids = bench.submit(
-        {"type": "deaf"}, {"type": "deaf", "max_runtime_sec": 0.3, "max_attempts": 1}, {"type": "deaf"}
+        {"type": "deaf"}, {"type": "deaf", "max_runtime_sec": 1.5, "max_attempts": 1}, {"type": "deaf"}
     )
     bench.work()
     record = cluster.wait_for(slow, "dead_letter")
@@ -319,12 +327,11 @@ def test_a_worker_that_is_stopped_hands_all_of_it_back(bench, cluster):
     assert [job["result"] for job in bench.done(*ids)] == ["ran"] * 3
 
 
-@pytest.mark.parametrize("worker_timeout_s", [2.0])
 def test_a_supervisor_that_dies_takes_nobody_to_the_grave(bench, cluster):
     ids = bench.submit(*[{"type": "deaf"}] * 2)
     worker = bench.work()
     bench.began(ids[0])
-    worker.send(signal.SIGKILL)
+    declare_dead(cluster, worker, signal.SIGKILL)
     bench.work(worker_slots=2)
     assert {(job["crashes"], job["attempt"]) for job in bench.done(*ids)} == {(1, 2)}
     assert sorted(bench.calls()[1:]) == sorted([job_id] for job_id in ids)

@@ -1,12 +1,21 @@
 """Caps on real processes: what the handlers themselves saw."""
 
+from functools import partial
+
 import pytest
 
 from tests.bench import caps
+from tests.cluster import Cluster
 
 
 @pytest.fixture
-def capped(cluster, tmp_path):
+def worker_timeout_s():
+    return 20.0
+
+
+@pytest.fixture
+def capped(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(caps, "Cluster", partial(Cluster, forked=True))
     opened = caps.Capped(cluster.settings, tmp_path, leads=False)
     yield opened
     opened.close()

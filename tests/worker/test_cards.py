@@ -16,6 +16,7 @@ from sqlalchemy import select
 
 from orchestrator.settings import Settings
 from orchestrator.store import audit, schema
+from orchestrator.stream.hub import Hub
 from tests.api.conftest import running
 from tests.cluster import Cluster, Member, post
 from tests.gpu.driver import Driver
@@ -42,8 +43,8 @@ class Note(NamedTuple):
 class Node:
     """One orchestrator behind HTTP, and one node with two cards."""
 
-    def __init__(self, cluster: Cluster, cards: Driver, url: str, folder: Path) -> None:
-        self.cluster, self.cards, self.url = cluster, cards, url
+    def __init__(self, cluster: Cluster, cards: Driver, url: str, hub: Hub, folder: Path) -> None:
+        self.cluster, self.cards, self.url, self.hub = cluster, cards, url, hub
         self.db = cluster.db
         self.notes_file = folder / "notes"
         self.notes_file.touch()
@@ -82,11 +83,21 @@ class Node:
         body = {"agent": "test", "min_memory_mb": memory_mb, "ttl_seconds": ttl_s, "node_id": "node-1"}
         return post(self.url, "/leases", body if pid is None else body | {"pid": pid})
 
+    def has_room(self, memory_mb: int) -> bool:
+        """Whether it is of any use to ask for a lease of so much, which costs far more than a look."""
+        cards = map(self.gpu, CARDS)
+        return any(card.leased_mb + card.foreign_mb + memory_mb <= card.usable_mb for card in cards)
+
     def becomes_leasable(self, memory_mb: int, within_s: float) -> None:
         """A lease of so much is granted, by the clock of now; it is given back."""
         began = time.monotonic()
+
+        def granted() -> dict[str, Any]:
+            answer = self.lease(memory_mb) if self.has_room(memory_mb) else {}
+            return answer if answer.get("granted") else {}
+
         grant = wait_until(
-            lambda: (answer := self.lease(memory_mb))["granted"] and answer,
+            granted,
             timeout=within_s + 10,
             what=lambda: f"room for {memory_mb} MB: {self.lease(memory_mb)}",
         )
@@ -110,7 +121,7 @@ def cards(driver_library: Path, tmp_path: Path) -> Driver:
 def node(
     db_url: str, redis_url: str, settings: Callable[..., Settings], cards: Driver, tmp_path: Path
 ) -> Iterator[Node]:
-    """Times of leases and samples as they are by default."""
+    """Times of leases and samples as they are by default; nobody waits for a worker's death."""
     given = settings(
         database_url=db_url,
         redis_url=redis_url,
@@ -119,14 +130,13 @@ def node(
         node_id="node-1",
         worker_slots=2,
         worker_heartbeat_s=2.0,
-        worker_timeout_s=10.0,
+        worker_timeout_s=20.0,
         claim_idle_ms=10_000,
         purge_interval_s=1.0,
-        gpu_release_s=3.0,
     )
-    cluster = Cluster(given, tmp_path)
+    cluster = Cluster(given, tmp_path, forked=True)
     with running(given) as api:
-        yield Node(cluster, cards, str(api.http.base_url), tmp_path)
+        yield Node(cluster, cards, str(api.http.base_url), api.orchestrator.hub, tmp_path)
     cluster.close()
 
 
@@ -148,10 +158,12 @@ def bystander() -> Iterator[Callable[[], int]]:
 # ── processes that die ──────────────────────────────────────────────────────────────────────────────────────────
 
 CLIENT = """
-import sys, time
+import os, sys, time
+from pathlib import Path
 from orchestrator.client import lease
-from tests.worker.card_handlers import driver
-with lease(min_memory_mb=17000, agent="trainer", ttl_seconds=4.0) as held, driver().allocated(held.gpu_uuids[0], 16000):
+from tests.gpu.driver import VARIABLE, Driver
+driver = Driver(Path(os.environ[VARIABLE]), Path("nobody loads it"))
+with lease(min_memory_mb=17000, agent="trainer", ttl_seconds=4.0) as held, driver.allocated(held.gpu_uuids[0], 16000):
     print(held.gpu_uuids[0], flush=True)
     time.sleep(600)
 """
@@ -242,10 +254,9 @@ def test_the_leases_of_clients_on_a_lost_card_are_revoked_with_the_reason(node, 
 
 def test_memory_taken_between_grant_and_start_hands_the_job_back_until_there_is_room(node, bystander):
     """F-42: the database gives what it believes to be there; the look before the start finds otherwise."""
-    worker = node.work(worker_slots=1, gpu_sample_s=3.0, gpu_stale_s=30.0, worker_heartbeat_s=3.0)
+    # It has sampled its cards when it is ready; the next sample is not near.
+    worker = node.work(worker_slots=1, gpu_sample_s=5.0, gpu_stale_s=30.0, worker_heartbeat_s=5.0)
     stranger = bystander()
-    sampled = node.gpu(CARDS[0]).sampled_at
-    wait_until(lambda: node.gpu(CARDS[0]).sampled_at != sampled, what="a sample, so that the next one is not near")
     for uuid in CARDS:
         node.cards.set_processes(uuid, (stranger, 15_000))
     job_id = node.submit("use", 9000, need_mb=10_000, seconds=0)
@@ -264,6 +275,7 @@ def test_memory_taken_between_grant_and_start_hands_the_job_back_until_there_is_
     )
     assert [node.gpu(uuid).leased_mb for uuid in CARDS] == [0, 0]
     node.cards.set_processes(CARDS[1])
+    node.hub.ring("test")  # a sample now
     record = node.cluster.wait_for(job_id, "done")
     assert (record["attempts"], record["crashes"]) == (1, 0)
     assert [note.device for note in node.notes(job_id)] == [CARDS[1]]
@@ -293,7 +305,7 @@ def test_a_process_that_outlives_its_job_is_killed_and_its_memory_comes_back(nod
 
 def test_a_client_that_keeps_its_memory_puts_the_card_into_quarantine_until_it_is_cleared(node, bystander):
     """INV-16, F-43: nobody kills a client's process."""
-    worker = node.work()
+    worker = node.work(gpu_release_s=3.0)
     pid = bystander()
     held = node.lease(10_000, pid=pid)
     uuid = held["gpu_uuid"]

@@ -1,5 +1,7 @@
 """Workflows on real processes: results arrive, tasks add tasks, and what dies in between adds nothing twice."""
 
+import signal
+
 import pytest
 from sqlalchemy import select
 
@@ -9,8 +11,14 @@ from orchestrator.workflows import Limits, NewWorkflow
 from tests.factories import POLICY, new_job, rows
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
+from tests.worker.deaths import declare_dead
 
 HANDLERS = ("tests.worker.flow_handlers",)
+
+
+@pytest.fixture
+def worker_timeout_s():
+    return 20.0
 
 
 @pytest.fixture
@@ -117,7 +125,7 @@ def test_a_worker_that_is_killed_in_the_middle_adds_nothing_twice(cluster, orche
     killed = cluster.worker(worker_handlers=HANDLERS)
     mapped = submit(orchestrator, "map-squares", {"range": [0, 50, 1], "gate": str(gate)})
     wait_until(lambda: len(rows(cluster.db, schema.task_stages)) == 2, what="its tasks are staged")
-    killed.kill()
+    declare_dead(cluster, killed, signal.SIGKILL)
     gate.unlink()
     cluster.worker(worker_handlers=HANDLERS)
     flow = flow_of(cluster, mapped)

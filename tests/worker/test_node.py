@@ -18,7 +18,6 @@ def node(maria_db, redis_url, settings):
         node_id="node-1",
         gpu_backend="none",
         db_pool_size=1,
-        db_timeout_s=1.0,
     )
     opened = Node(given, lambda: None)
     yield opened

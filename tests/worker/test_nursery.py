@@ -137,11 +137,13 @@ def test_whoever_asks_all_processes_to_stop_does_not_end_the_slots(bear):
     assert not gone(child.pid)
 
 
-def test_a_nursery_that_does_not_answer_is_replaced(bear, monkeypatch):
-    monkeypatch.setattr(nurseries, "PATIENCE_S", 1.0)
+def test_a_nursery_that_does_not_answer_is_replaced(bear, nursery):
     child, _ = bear()
     frozen = parent(child.pid)
     os.kill(frozen, signal.SIGSTOP)
+    end = nursery._process._end
+    assert end.gettimeout() == nurseries.PATIENCE_S
+    end.settimeout(0.1)  # of this one alone: the next may take its time to start
     _, pipe = bear()
     assert "hello" in pipe.receive()[0]
     wait_until(lambda: gone(frozen) and gone(child.pid), what="the end of the frozen one, and of its slots")
@@ -192,6 +194,11 @@ def test_slots_live_on_when_their_nursery_cannot_be_asked_for_another(bear, monk
 
 
 # ── in a worker ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def worker_timeout_s():
+    return 20.0
 
 
 @pytest.fixture

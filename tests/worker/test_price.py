@@ -1,15 +1,20 @@
 """What deleting a worker's pod costs, as Kubernetes is told: an API is served here and keeps what it hears."""
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from sqlalchemy import func, select
 
 from orchestrator.kubernetes import DELETION_COST, Kubernetes, Pod
+from orchestrator.store import schema
 from tests.factories import new_job
 from tests.kubernetes_api import Asked, KubernetesApi
 from tests.waiting import wait_until
+from worker import price as prices
 from worker.price import BUSY, FULL, IDLE, LONGEST_REST_S, REST_S, PriceTag, cost
+from worker.supervisor import Supervisor
 
 PATH = "/api/v1/namespaces/models/pods/embed-1"
 
@@ -97,22 +102,43 @@ def _heard(tag, api, now) -> bool:
     return len(api.requests) > before
 
 
-def test_a_worker_says_what_it_would_cost_and_heartbeats_do_not_wait_for_kubernetes(cluster, orchestrator, api, gate):
+@pytest.fixture
+def worker_timeout_s() -> float:
+    """Nobody waits here for a worker to be declared dead."""
+    return 20.0
+
+
+@pytest.fixture
+def in_a_pod(cluster, api, monkeypatch):
+    """Start a worker in this process, whose price is written whenever it changes."""
+    monkeypatch.setattr(prices, "REST_S", 0.1)
+    monkeypatch.setattr(prices, "LOOK_EVERY_S", 0.05)
+    named = {"pod_name": "embed-1", "kubernetes_namespace": "models", "kubernetes_url": api.url}
+    given = named | {"worker_handlers": ("tests.worker.gated_handlers",)}
+    supervisor = Supervisor(cluster.settings.model_copy(update=given))
+    thread = threading.Thread(target=supervisor.run, name="supervisor")
+    yield thread.start
+    supervisor.stop()
+    if thread.is_alive():
+        thread.join()
+
+
+def test_a_worker_says_what_it_would_cost_and_heartbeats_do_not_wait_for_kubernetes(
+    cluster, orchestrator, api, gate, in_a_pod
+):
     api.speak.clear()  # nobody is answered
-    cluster.worker(
-        pod_name="embed-1",
-        kubernetes_namespace="models",
-        kubernetes_url=api.url,
-        worker_handlers=("tests.worker.gated_handlers",),
-    )
+    in_a_pod()
     wait_until(lambda: api.costs[:1] == [IDLE], what="a first price")
     job = new_job(type="gated", payload={"gate": str(gate)})
     orchestrator.submit([job]).result(10)
-    record = cluster.wait_for(job.job_id, "running")
+    cluster.wait_for(job.job_id, "running")
+    last_one = select(func.max(schema.workers.c.last_heartbeat))
+    before = cluster.db.read(lambda conn: conn.execute(last_one).scalar_one())
+    wait_until(lambda: cluster.db.read(lambda conn: conn.execute(last_one).scalar_one()) > before, what="a heartbeat")
+    assert api.costs == [IDLE]
     api.speak.set()
-    wait_until(lambda: BUSY in api.costs, timeout=60, what="a busy pod")
+    wait_until(lambda: BUSY in api.costs, what="a busy pod")
     assert {asked.path for asked in api.requests} == {PATH}
-    assert cluster.job(job.job_id)["worker_id"] == record["worker_id"], "it was declared dead meanwhile"
     gate.unlink()
     cluster.wait_for(job.job_id, "done")
 

@@ -26,11 +26,23 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
+def worker_timeout_s() -> float:
+    """Nobody waits here for a worker to be declared dead, but for one test."""
+    return 20.0
+
+
+def trace(cluster, endpoint):
+    """Whoever is started from now on traces. One slot: each loads what makes spans, which takes a while."""
+    given = {"otlp_endpoint": f"{endpoint}/v1/traces", "worker_handlers": HANDLERS, "worker_slots": 1}
+    cluster.settings = cluster.settings.model_copy(update=given | {"cancel_step_s": 0.2})
+
+
+@pytest.fixture
 def url(cluster, receiver):
     """An orchestrator and a worker as processes, which trace."""
-    cluster.settings = cluster.settings.model_copy(update={"otlp_endpoint": f"{receiver.url}/v1/traces"})
+    trace(cluster, receiver.url)
     _, url = cluster.serve()
-    cluster.worker(worker_handlers=HANDLERS)
+    cluster.worker()
     return url
 
 
@@ -130,16 +142,20 @@ def test_no_span_of_a_handler_costs_its_slot_or_the_other_spans(cluster, url, re
     assert not receiver.named("backwards")
 
 
-def test_jobs_of_one_call_have_a_span_each(cluster, url, receiver, tmp_path):
+def test_jobs_of_one_call_have_a_span_each(cluster, receiver, raw, tmp_path):
+    trace(cluster, receiver.url)
+    _, url = cluster.serve()
     seen = tmp_path / "seen"
     bodies = [
         {"type": "traced-batch", "payload": {"seen": str(seen), "bad": n == 1}, "max_attempts": 1} for n in range(3)
     ]
     answer = http.post(f"{url}/jobs/submit_batch", json={"jobs": bodies}).json()
     ids = [one["job_id"] for one in answer["jobs"]]
+    wait_until(lambda: raw.xlen("stream:orchestrator:inference_jobs") == 3, what="all are announced")
+    cluster.worker()  # which finds all three
     for job_id, status in zip(ids, ("done", "dead_letter", "done"), strict=True):
         cluster.wait_for(job_id, status)
-    wait_until(lambda: len(receiver.named("settle")) == 3, what="all settled")
+    wait_until(lambda: len(receiver.named("settle")) == 3 and receiver.named("submit"), what="all settled")
     assert seen.read_text() == "3", "they ran in one call"
     top = receiver.one("submit")
     assert top.attributes["orchestrator.batch.size"] == 3
@@ -172,18 +188,18 @@ def test_a_receiver_in_trouble_costs_spans_and_nothing_else(cluster, receiver, t
     if trouble == "hangs":
         receiver.open.clear()
     receiver.broken = trouble == "refuses"
-    given = {"otlp_endpoint": f"{endpoint}/v1/traces"}
-    cluster.settings = cluster.settings.model_copy(update=given)
+    trace(cluster, endpoint)
     api, url = cluster.serve()
-    worker = cluster.worker(worker_handlers=HANDLERS)
-    ids = [submit(url, {"type": "traced"}) for _ in range(20)]
+    worker = cluster.worker()
+    ids = [submit(url, {"type": "traced"}) for _ in range(5)]
     for job_id in ids:
         cluster.wait_for(job_id, "done")
     if trouble != "away":
         wait_until(lambda: receiver.requests >= 2, what="both processes have tried")
     begun = time.monotonic()
-    assert worker.stop() == 0
-    assert api.stop() == 0
+    for member in (worker, api):
+        member.send(signal.SIGTERM)
+    assert (worker.process.wait(30), api.process.wait(30)) == (0, 0)
     # Each may wait for 2 s. A receiver that hangs does so for 60.
     assert time.monotonic() - begun < 30
     assert not receiver.spans
@@ -191,15 +207,16 @@ def test_a_receiver_in_trouble_costs_spans_and_nothing_else(cluster, receiver, t
         assert "spans lost" in worker.log.read_text()
 
 
+@pytest.mark.parametrize("worker_timeout_s", [2.0])
 def test_the_job_of_a_worker_that_died_has_a_span(cluster, receiver, gate):
-    cluster.settings = cluster.settings.model_copy(update={"otlp_endpoint": f"{receiver.url}/v1/traces"})
+    trace(cluster, receiver.url)
     _, url = cluster.serve()
-    worker = cluster.worker(worker_handlers=HANDLERS)
+    worker = cluster.worker()
     job_id = submit(url, {"type": "gated", "payload": {"gate": str(gate)}})
     cluster.wait_for(job_id, "running")
     worker.send(signal.SIGKILL)
     gate.unlink()
-    cluster.worker(worker_handlers=HANDLERS)
+    cluster.worker()
     cluster.wait_for(job_id, "done")
     wait_until(lambda: len(receiver.named("job", job_id=job_id)) == 2, what="both attempts")
     first, second = receiver.named("job", job_id=job_id)
@@ -207,10 +224,7 @@ def test_the_job_of_a_worker_that_died_has_a_span(cluster, receiver, gate):
     assert "heartbeats" in (first.error or "") and second.links == (first.span_id,)
 
 
-def test_tasks_that_a_job_adds_stand_below_it(cluster, receiver):
-    cluster.settings = cluster.settings.model_copy(update={"otlp_endpoint": f"{receiver.url}/v1/traces"})
-    _, url = cluster.serve()
-    cluster.worker(worker_handlers=("tests.worker.traced_handlers",))
+def test_tasks_that_a_job_adds_stand_below_it(cluster, url, receiver):
     job_id = submit(url, {"type": "traced-adding"})
     cluster.wait_for(job_id, "done")
     wait_until(lambda: len(receiver.named("job", job_type="traced")) == 2, what="both tasks")

@@ -22,7 +22,7 @@ def hello(ctx, payload):
     "modules", [("tests.no_such_module",), ("tests.worker.gated_handlers", "no_such_module")], ids=["below", "second"]
 )
 def test_a_module_that_is_not_there_ends_the_worker_and_is_named(cluster, modules):
-    worker = cluster._start("worker", {"worker_handlers": modules})
+    worker = cluster._start("worker", {"worker_handlers": modules, "worker_slots": 1})
     assert worker.process.wait(30) == 1
     said = f"gpuorch: worker_handlers = {modules[-1]!r}: there is no module {modules[-1]!r}; correct the name, or"
     assert worker.log.read_text().count(said) == 1
@@ -40,7 +40,8 @@ def test_a_module_that_is_not_there_ends_the_worker_and_is_named(cluster, module
 def test_a_module_that_does_not_load_is_tried_until_it_does(cluster, tmp_path, code, why):
     module = tmp_path / "broken_handlers.py"
     module.write_text(code)
-    worker = cluster._start("worker", {"worker_handlers": ("broken_handlers",)}, path=str(tmp_path))
+    given = {"worker_handlers": ("broken_handlers",), "worker_slots": 1}
+    worker = cluster._start("worker", given, path=str(tmp_path))
     worker.says(f"slot does not start.*worker_handlers = 'broken_handlers' does not load: {why}")
     wait_until(lambda: worker.log.read_text().count("slot does not start") > 1, what="that it is tried again")
     told = worker.log.read_text()

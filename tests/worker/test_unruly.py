@@ -56,11 +56,21 @@ class Warm:
 """
 
 
+#: Of those who wait for the end of a worker that is silent, or of its leases.
+SOON = pytest.mark.parametrize("worker_timeout_s", [2.0])
+
+
+@pytest.fixture
+def worker_timeout_s() -> float:
+    """Nobody else waits here for a worker to be declared dead."""
+    return 20.0
+
+
 @pytest.fixture
 def start(cluster, orchestrator, tmp_path):
     (tmp_path / "unruly_handlers.py").write_text(HANDLERS)
     given = {
-        "worker_handlers": ("unruly_handlers",),
+        "worker_handlers": ("unruly_handlers", "tests.worker.gated_handlers"),
         "gpu_backend": "sim:1x10500",
         "worker_heartbeat_s": 0.6,
         "claim_idle_ms": 1500,
@@ -145,12 +155,14 @@ def memory_is_used_by_one_at_a_time(cluster, orchestrator, start, notes, block, 
     assert not alive(pids(notes)[0])
 
 
+@SOON
 def test_a_worker_that_cannot_reach_the_database_ends_leased_jobs_in_time(cluster, orchestrator, start, notes):
     with Proxy(port_of(cluster)) as proxy:
         through = behind(cluster, proxy)
         memory_is_used_by_one_at_a_time(cluster, orchestrator, start, notes, proxy.stall, database_url=through)
 
 
+@SOON
 def test_slots_of_a_frozen_supervisor_end_their_leased_jobs_themselves(cluster, orchestrator, start, notes):
     def freeze():
         # Its first slot wrote the note; that one's parent is the nursery, and the supervisor the parent of that.
@@ -159,6 +171,7 @@ def test_slots_of_a_frozen_supervisor_end_their_leased_jobs_themselves(cluster, 
     memory_is_used_by_one_at_a_time(cluster, orchestrator, start, notes, freeze)
 
 
+@SOON
 def test_a_leased_job_that_nobody_vouches_for_is_handed_back_uncharged(cluster, orchestrator, start, notes):
     with Proxy(port_of(cluster)) as proxy:
         start(worker_slots=1, database_url=behind(cluster, proxy))
@@ -172,13 +185,15 @@ def test_a_leased_job_that_nobody_vouches_for_is_handed_back_uncharged(cluster, 
         assert cluster.job(job_id)["crashes"] == 0
 
 
-def test_a_job_without_a_lease_survives_a_database_that_is_away(cluster, orchestrator, start):
+@SOON
+def test_a_job_without_a_lease_survives_a_database_that_is_away(cluster, orchestrator, start, gate):
     with Proxy(port_of(cluster)) as proxy:
         start(worker_slots=1, database_url=behind(cluster, proxy))
-        job_id = submit(orchestrator, "sleep", {"seconds": 4.0})
+        job_id = submit(orchestrator, "gated", {"gate": str(gate)})
         cluster.wait_for(job_id, "running")
         orchestrator.leader.close()  # nobody declares it dead
         proxy.stall()
         time.sleep(cluster.settings.job_lease_ttl_s)
         proxy.heal()
+        gate.unlink()
         assert cluster.wait_for(job_id, "done")["attempt"] == 1

@@ -1,19 +1,35 @@
 """A worker as a real process: outcomes, crashes, time limits, leases, and leaving in order."""
 
+import math
+import re
 import signal
+import threading
+from contextlib import ExitStack
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from orchestrator.daemon import Orchestrator
 from orchestrator.store import audit, schema
 from tests.factories import new_job
+from tests.processes import alive, gone
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
-from worker.hand import IN_A_ROW
+from worker import hand
+from worker.node import Node
+from worker.post import Post
+from worker.session import Session
 
 GATED = ("tests.worker.gated_handlers",)
+
+
+@pytest.fixture
+def worker_timeout_s() -> float:
+    """Nobody waits here for a worker to be declared dead, but for one test."""
+    return 20.0
 
 
 def submit(orchestrator, type, payload, **fields):
@@ -42,7 +58,9 @@ def test_every_way_a_handler_can_end(cluster, orchestrator, raw):
 
     record = cluster.wait_for(done, "done")
     assert record["result"] == {"hello": "wörld"}
-    assert events(cluster, done) == ["job.submitted", "job.claimed", "job.done"]
+    # It is told of as running if that took longer than a moment, as it may on a busy machine.
+    told = [event for event in events(cluster, done) if event != "job.running"]
+    assert told == ["job.submitted", "job.claimed", "job.done"]
     assert cluster.wait_for(skipped, "skipped")["last_error"] == "nothing to do"
     assert cluster.wait_for(failed, "failed")["error_kind"] == "permanent"
     assert cluster.wait_for(retried, "done")["attempts"] == 2
@@ -66,42 +84,52 @@ def test_a_job_that_kills_its_process_twice_is_buried_and_the_worker_lives(clust
 
 
 def test_a_job_over_its_time_limit_is_killed_with_its_children(cluster, orchestrator, tmp_path):
-    handlers = tmp_path / "slow_handlers.py"
-    handlers.write_text(
-        "import subprocess, pathlib, time\n"
+    (tmp_path / "slow_handlers.py").write_text(
+        "import subprocess, time\n"
         "from worker import handler\n"
+        "@handler('child')\n"
+        "def child(ctx, payload):\n"
+        "    return subprocess.Popen(['sleep', '600']).pid\n"
         "@handler('slow')\n"
         "def slow(ctx, payload):\n"
-        "    child = subprocess.Popen(['sleep', '600'])\n"
-        "    pathlib.Path(payload['pid_file']).write_text(str(child.pid))\n"
         "    time.sleep(600)\n"
     )
-    cluster.worker(path=str(tmp_path), worker_handlers=("slow_handlers",))
-    pid_file = tmp_path / "pid"
-    slow = submit(orchestrator, "slow", {"pid_file": str(pid_file)}, max_runtime_sec=0.5, max_attempts=1)
+    cluster.worker(path=str(tmp_path), worker_handlers=("slow_handlers",), worker_slots=1)
+    # By a job before it: it might be killed before it has one.
+    child = cluster.wait_for(submit(orchestrator, "child", {}), "done")["result"]
+    assert alive(child)
+    slow = submit(orchestrator, "slow", {}, max_runtime_sec=0.2, max_attempts=1)
     record = cluster.wait_for(slow, "dead_letter")
     assert record["error_kind"] == "timeout"
-    grandchild = Path(f"/proc/{pid_file.read_text()}/stat")
     # Killed with the group; whoever adopted it may take a moment to collect it.
-    wait_until(lambda: not grandchild.exists() or grandchild.read_text().split(") ")[1].startswith("Z"))
+    wait_until(lambda: gone(child), what="the end of its child")
 
 
-def test_a_result_that_is_not_json_or_too_large_fails_for_good(cluster, orchestrator, tmp_path):
+def test_a_result_that_is_not_json_too_large_or_too_deep_fails_for_good(cluster, orchestrator, tmp_path):
+    """It may nest as deep as a payload."""
     (tmp_path / "odd_handlers.py").write_text(
         "from worker import handler\n"
         "@handler('odd')\n"
         "def odd(ctx, payload):\n"
         "    return {'nan': float('nan'), 'set': {1}, 'large': 'x' * 2_000_000}[payload['which']]\n"
+        "@handler('deep')\n"
+        "def deep(ctx, payload):\n"
+        "    value = 1\n"
+        "    for _ in range(payload['levels']):\n"
+        "        value = [value]\n"
+        "    return value\n"
         "@handler('leaves')\n"
         "def leaves(ctx, payload):\n"
         "    raise SystemExit(3)\n"
     )
     cluster.worker(path=str(tmp_path), worker_handlers=("odd_handlers",))
     ids = [submit(orchestrator, "odd", {"which": which}) for which in ("nan", "set", "large")]
-    for job_id in ids:
+    fine, too_deep = (submit(orchestrator, "deep", {"levels": levels}) for levels in (64, 900))
+    leaves = submit(orchestrator, "leaves", {}, max_attempts=1)
+    for job_id in [*ids, too_deep]:
         record = cluster.wait_for(job_id, "failed")
         assert (record["error_kind"], record["attempts"]) == ("bad_result", 1)
-    leaves = submit(orchestrator, "leaves", {}, max_attempts=1)
+    cluster.wait_for(fine, "done")
     record = cluster.wait_for(leaves, "dead_letter")
     assert (record["error_kind"], record["crashes"]) == ("transient", 0)
 
@@ -142,18 +170,16 @@ def test_a_job_without_room_waits_with_a_reason_and_runs_when_there_is_room(clus
     # Both GPUs are full, and so are both slots: a second worker on the node has free slots but no memory.
     cluster.worker()
     waiting = submit(orchestrator, "echo", {}, min_memory_mb=10000)
-    reason = wait_until(lambda: cluster.job(waiting)["wait_reason"], what="a reason")
-    assert "needs 10000 MB" in reason and "2118 of 22118 MB free" in reason
+
+    def told():
+        """On a busy machine the first reason may be that a sample is old."""
+        reason = cluster.job(waiting)["wait_reason"] or ""
+        return "needs 10000 MB" in reason and "2118 of 22118 MB free" in reason
+
+    wait_until(told, what=lambda: f"a reason: {cluster.job(waiting)}")
     assert cluster.job(waiting)["attempts"] == 0
     fallback = submit(orchestrator, "echo", {}, min_memory_mb=10000, cpu_fallback=True)
     cluster.wait_for(fallback, "done")
-
-
-def test_a_type_without_handler_waits_with_a_reason(cluster, orchestrator):
-    cluster.worker()
-    unknown = submit(orchestrator, "os.system", {})
-    assert "no handler" in wait_until(lambda: cluster.job(unknown)["wait_reason"], what="a reason")
-    assert cluster.job(unknown)["attempts"] == 0
 
 
 @EMBEDDED_TOO
@@ -173,19 +199,60 @@ def test_sigterm_hands_a_running_job_back_and_it_runs_elsewhere_at_once_uncharge
     assert leased(cluster) == 1000
 
 
-def test_jobs_claimed_ahead_go_back_uncharged_when_slow_ones_take_the_slots(cluster, orchestrator, gate):
+@pytest.fixture
+def session(cluster):
+    """A worker of two slots in this process."""
+    with ExitStack() as stack:
+        node = Node(cluster.settings.model_copy(update={"worker_handlers": GATED}), lambda: None)
+        stack.callback(node.close)
+        node.start()
+        one = Session(node, Post("default", 2))
+        stack.callback(one.abandon)
+        yield one
+
+
+class Doorkeeper:
+    """Says for a worker's intake whether it may read; `rests` when it has heard that it may not."""
+
+    def __init__(self):
+        self.open, self.rests = threading.Event(), threading.Event()
+
+    def __call__(self):
+        if not self.open.is_set():
+            self.rests.set()
+        return self.open.is_set()
+
+
+def test_jobs_claimed_ahead_go_back_uncharged_when_slow_ones_take_the_slots(
+    cluster, orchestrator, session, gate, monkeypatch
+):
     """The slow ones leave them no slot, and perhaps another worker has one."""
-    brief = [new_job(type="echo") for _ in range(2 * IN_A_ROW)]
+    # However busy this machine is: four jobs that end are brief ones in a row.
+    monkeypatch.setattr(hand, "BRIEF_S", math.inf)
+    monkeypatch.setattr(hand, "IN_A_ROW", 4)
+    door = Doorkeeper()
+    monkeypatch.setattr(session._intake, "_vouched", door)
+    door.open.set()
+    session.begin()
+
+    def claims_ahead():
+        cluster.wait_for(submit(orchestrator, "echo", {}), "done")
+        return session._slots._hand.open
+
+    wait_until(claims_ahead, what="that it claims ahead")
+    door.open.clear()
+    wait_until(door.rests.is_set, what="that it reads nothing")
     slow = [new_job(type="gated", payload={"gate": str(gate)}) for _ in range(2)]
     behind = [new_job(type="echo") for _ in range(8)]
-    orchestrator.submit([*brief, *slow, *behind]).result(10)
-    cluster.worker(worker_handlers=GATED)
+    orchestrator.submit([*slow, *behind]).result(10)
+    wait_until(lambda: orchestrator.hub.lane("default").length() == 10, what="all are announced")
+    door.open.set()
     for job in slow:
         cluster.wait_for(job.job_id, "running")
     handed_back = schema.audit.c.event_type == "job.handed_back"
     wait_until(lambda: cluster.count("orchestrator_audit", handed_back), what="some that were claimed ahead")
     gate.unlink()
-    ends = [cluster.wait_for(job.job_id, "done") for job in [*brief, *slow, *behind]]
+    ends = [cluster.wait_for(job.job_id, "done") for job in [*slow, *behind]]
     assert {end["attempts"] for end in ends} == {1} and {end["crashes"] for end in ends} == {0}
 
 
@@ -225,6 +292,7 @@ def test_a_worker_that_is_asked_to_stop_lets_a_job_finish_that_ends_soon(cluster
 
 
 @EMBEDDED_TOO
+@pytest.mark.parametrize("worker_timeout_s", [2.0])
 def test_a_killed_worker_leaves_no_process_and_its_job_runs_elsewhere(cluster, orchestrator, gate):
     worker = cluster.worker(worker_handlers=GATED)
     job_id = submit(orchestrator, "gated", {"gate": str(gate)}, min_memory_mb=1000)
@@ -243,10 +311,17 @@ def test_a_killed_worker_leaves_no_process_and_its_job_runs_elsewhere(cluster, o
 
 def test_a_slot_that_cannot_start_is_reported_and_does_not_spin(cluster, tmp_path):
     (tmp_path / "broken_handlers.py").write_text("raise RuntimeError('no such model')\n")
-    worker = cluster._start("worker", {"worker_handlers": ("broken_handlers",)}, str(tmp_path))
-    worker.says("slot does not start")
+    given = {"worker_handlers": ("broken_handlers",), "worker_slots": 1, "log_format": "json"}
+    worker = cluster._start("worker", given, str(tmp_path))
+
+    def told():
+        lines = [line for line in worker.log.read_text().splitlines() if "slot does not start" in line]
+        return [datetime.fromisoformat(re.findall(r'"ts": ?"([^"]+)"', line)[0]) for line in lines]
+
+    wait_until(lambda: len(told()) >= 3, what="a few tries")
     assert cluster.count("workers") == 0
-    assert worker.log.read_text().count("slot does not start") <= 2
+    pauses = [(after - before).total_seconds() for before, after in pairwise(told())]
+    assert pauses[0] >= 0.5 and pauses[1] >= 1.0, pauses
     assert worker.stop() == 0
 
 
@@ -278,48 +353,40 @@ def test_progress_is_shown(cluster, orchestrator):
     assert 0 < wait_until(lambda: cluster.job(job_id)["progress"], what="progress") < 1
 
 
-def test_what_a_handler_says_cannot_stop_the_heartbeat(cluster, orchestrator, tmp_path):
+def test_what_a_handler_says_cannot_stop_the_heartbeat(cluster, orchestrator, tmp_path, gate):
     (tmp_path / "loud_handlers.py").write_text(
-        "import time\n"
+        "import time, pathlib\n"
         "from worker import handler\n"
         "@handler('loud')\n"
         "def loud(ctx, payload):\n"
-        "    for value, note in ((float('nan'), 'x'), (0.5, 'bad \\udcff name'), (float('inf'), '')):\n"
+        "    for value, note in ((float('nan'), 'x'), (float('inf'), ''), (0.5, 'bad \\udcff name')):\n"
         "        ctx.progress(value, note)\n"
-        "        time.sleep(0.3)\n"
-        "    time.sleep(3)\n"
+        "        time.sleep(0.3)\n"  # another report would come too soon, and heartbeats tell of each
+        "    while pathlib.Path(payload['gate']).exists():\n"
+        "        time.sleep(0.01)\n"
         "    return ctx.attempt\n"
     )
     cluster.worker(path=str(tmp_path), worker_handlers=("loud_handlers",))
-    assert cluster.wait_for(submit(orchestrator, "loud", {}), "done")["result"] == 1
+    job_id = submit(orchestrator, "loud", {"gate": str(gate)})
+    wait_until(lambda: cluster.job(job_id)["progress"] == 0.5, what="what it said last")
+    last_one = select(func.max(schema.workers.c.last_heartbeat))
+    before = cluster.db.read(lambda conn: conn.execute(last_one).scalar_one())
+    wait_until(lambda: cluster.db.read(lambda conn: conn.execute(last_one).scalar_one()) > before, what="a heartbeat")
+    gate.unlink()
+    assert cluster.wait_for(job_id, "done")["result"] == 1
 
 
 def test_any_signal_ends_only_its_own_job(cluster, orchestrator):
     cluster.worker()
-    for number in (40, signal.SIGSEGV):  # one without a name, one with
-        cluster.wait_for(submit(orchestrator, "crash", {"signal": number}), "dead_letter")
+    numbers = (40, signal.SIGSEGV)  # one without a name, one with
+    for job_id in [submit(orchestrator, "crash", {"signal": number}) for number in numbers]:
+        cluster.wait_for(job_id, "dead_letter")
     cluster.wait_for(submit(orchestrator, "echo", {}), "done")
-
-
-def test_a_result_may_nest_as_deep_as_a_payload_and_no_deeper(cluster, orchestrator, tmp_path):
-    (tmp_path / "deep_handlers.py").write_text(
-        "from worker import handler\n"
-        "@handler('deep')\n"
-        "def deep(ctx, payload):\n"
-        "    value = 1\n"
-        "    for _ in range(payload['levels']):\n"
-        "        value = [value]\n"
-        "    return value\n"
-    )
-    cluster.worker(path=str(tmp_path), worker_handlers=("deep_handlers",))
-    fine, too_deep = (submit(orchestrator, "deep", {"levels": levels}) for levels in (64, 900))
-    cluster.wait_for(fine, "done")
-    assert cluster.wait_for(too_deep, "failed")["error_kind"] == "bad_result"
 
 
 def test_a_crowd_of_jobs_that_never_fit_does_not_hold_up_the_rest(cluster, orchestrator):
     cluster.worker()
-    crowd = [new_job(min_memory_mb=2**31 - 1) for _ in range(500)]
+    crowd = [new_job(min_memory_mb=2**31 - 1) for _ in range(5 * cluster.settings.lane_window_min)]
     orchestrator.submit(crowd).result(30)
     cluster.wait_for(submit(orchestrator, "echo", {}), "done", timeout=60)
 

@@ -19,7 +19,7 @@ def traced(ctx: Context, payload: dict[str, Any]) -> str | None:
     return ctx.trace_context
 
 
-@handler("traced-batch", batch=8, batch_wait_ms=1000)
+@handler("traced-batch", batch=3, batch_wait_ms=1000)
 def traced_batch(ctx: Any, payloads: list[dict[str, Any]]) -> list[Any]:
     trace.get_current_span().add_event("together")
     Path(payloads[0]["seen"]).write_text(str(len(payloads)))

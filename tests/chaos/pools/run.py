@@ -44,6 +44,7 @@ class Plan:
     seed: int
     minutes: float = 5.0
     pools: int = 20
+    orchestrators: int = 2
     nodes: int = 3
     gpus: str = "sim:2x24576"
     jobs_per_s: float = 3.0
@@ -86,8 +87,8 @@ def run(plan: Plan, tell: Tell = lambda _text: None, folder: Path | None = None)
         prepare(mariadb, folder)
         stage = Stage(mariadb, redis, folder, Recorder(), plan.build)
         stack.callback(stage.close)
-        stage.open(2, plan.nodes, plan.gpus)
-        tell(f"2 orchestrators and {plan.nodes} nodes are up; seed {plan.seed}")
+        stage.open(plan.orchestrators, plan.nodes, plan.gpus)
+        tell(f"{plan.orchestrators} orchestrators and {plan.nodes} nodes are up; seed {plan.seed}")
         return Run(plan, stage, tell).run()
 
 
