@@ -3,7 +3,7 @@
 import secrets
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,9 +56,9 @@ def test_ten_thousand_jobs_each_done_exactly_once(cluster):
         assert (answer["created"], answer["refused"]) == (BATCH, 0)
     wait_until(lambda: cluster.unfinished() == 0, timeout=180, what="all jobs done")
 
-    assert cluster.count("orchestrator_jobs", schema.jobs.c.status == "done", schema.jobs.c.attempt == 1) == JOBS
+    assert cluster.count("orchestrator_jobs", schema.jobs.c.status == "done", schema.jobs.c.attempts == 1) == JOBS
     assert cluster.count("orchestrator_results") == JOBS
-    assert every_job_has(cluster) == {("job.claimed", 1): JOBS, ("job.done", 1): JOBS, ("job.submitted", 1): JOBS}
+    assert wrong_trails(cluster) == {}
     assert len(workers_that_took_part(cluster)) == 2
     hub = Hub(cluster.settings)
     wait_until(lambda: hub.lane("default").length() == 0, what="an empty stream")
@@ -69,15 +69,29 @@ def test_ten_thousand_jobs_each_done_exactly_once(cluster):
     assert http.get(f"{first}/jobs/job-0-7/result").json()["result"] == {"n": 7}
 
 
-def every_job_has(cluster: Cluster) -> dict[tuple[str, int], int]:
-    """How many jobs have each event how many times; short jobs may also have been seen running."""
+def wrong_trails(cluster: Cluster) -> dict[str, Counter[str]]:
+    """Jobs whose audit does not say: submitted and done once, claimed once more than handed back.
+
+    Who was claimed ahead and found no slot in time is handed back; short jobs may have been seen running.
+    """
     events = (
-        select(schema.audit.c.event_type, func.count().label("times"))
+        select(schema.audit.c.job_id, schema.audit.c.event_type, func.count())
         .where(schema.audit.c.job_id.is_not(None), schema.audit.c.event_type != "job.running")
         .group_by(schema.audit.c.job_id, schema.audit.c.event_type)
     )
-    rows = cluster.db.read(lambda conn: conn.execute(events).all())
-    return dict(Counter((row.event_type, row.times) for row in rows))
+    trails: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for job_id, event_type, times in cluster.db.read(lambda conn: conn.execute(events).all()):
+        trails[job_id][event_type] = times
+    attempts = select(schema.jobs.c.job_id, schema.jobs.c.attempt)
+    return {
+        job_id: trails[job_id]
+        for job_id, attempt in cluster.db.read(lambda conn: conn.execute(attempts).all())
+        if trails[job_id] != right(attempt)
+    }
+
+
+def right(attempt: int) -> Counter[str]:
+    return Counter({"job.submitted": 1, "job.done": 1, "job.claimed": attempt, "job.handed_back": attempt - 1})
 
 
 def workers_that_took_part(cluster: Cluster) -> list[str]:

@@ -32,7 +32,8 @@ def traces() -> tuple[set[str], set[int], set[str]]:
 
 @pytest.fixture(autouse=True)
 def _folder_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may test it at the same time, and leave traces of theirs."""
+    """Others may test it at the same time, and leave traces of theirs. The template stays until the process ends."""
+    testing._template()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
@@ -42,7 +43,6 @@ def handlers_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_job_of_our_own_and_no_trace_of_it(handlers_path):
-    testing._template()  # stays until the process ends
     before = traces()
     with running(handlers=["testing_handlers"], gpus="1x8192", workers=1, job_retry_max=1) as client:
         assert client.url.startswith("http://127.0.0.1:")
@@ -75,7 +75,6 @@ def test_a_job_of_our_own_and_no_trace_of_it(handlers_path):
     ],
 )
 def test_what_cannot_start_says_so_and_leaves_no_trace(given):
-    testing._template()
     before = traces()
     with pytest.raises(ConfigError), running(**given):
         pytest.fail("it started")

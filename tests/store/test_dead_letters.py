@@ -44,7 +44,8 @@ from tests.factories import (
 
 def bury(db, count=1, kind=ErrorKind.TRANSIENT, hand: Hand | None = None, **fields):
     """Jobs that used up their one attempt; their ids, oldest first."""
-    ids = submit(db, count, **({"max_attempts": 1} | fields))
+    # By name as well: SQLite's clock may show two of them at the same time.
+    ids = sorted(submit(db, count, **({"max_attempts": 1} | fields)))
     again(db, ids, kind, hand)
     return ids
 
