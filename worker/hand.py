@@ -2,7 +2,8 @@
 
 While jobs are over within moments most of a worker's time would go into waiting for their claims, slots idle: so it
 claims the next ones while the last run, and more of them at once, since a transaction costs nearly the same for many.
-That ends with the first job that is not like this; what finds no slot in time is handed back, uncharged, for others.
+That ends with the first job that is not like this, and when they usually take longer; what finds no slot in time is
+handed back, uncharged, for others.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Hand:
         late = [batch for since, batch in self._kept if now - since > PATIENCE_S]
         if late:
             self._kept = deque(kept for kept in self._kept if now - kept[0] <= PATIENCE_S)
-            self._in_a_row = 0
+            self.saw_other()
         return late
 
 

@@ -42,7 +42,7 @@ class Interrupt(Protocol):
         """Raise in the holder's thread; called from another one."""
 
     def insist(self) -> None:
-        """After `send`, and by the same thread: until that is raised, or the block is left."""
+        """See to it that what was sent is raised, unless the block is left first; called by the thread that sent it."""
 
     def close(self) -> None:
         """Raise no more; called by the holder's thread, any number of times."""

@@ -75,7 +75,7 @@ class Running:
         wait_until(lambda: self.orchestrator.leader.term is not None, what="it leads")
         return self
 
-    def stopped(self, workflow_id: str) -> None:
+    def wait_cancelled(self, workflow_id: str) -> None:
         """Wait until a workflow's cancel is over: tasks in the publisher's hands are left to the leader."""
         swept = select(schema.workflows.c.sweep).where(schema.workflows.c.workflow_id == workflow_id)
         wait_until(lambda: self.db.read(lambda conn: conn.execute(swept).scalar_one()) is None, what="all are stopped")

@@ -168,7 +168,7 @@ def flow(api: Running, *, ended: bool = False) -> str:
     workflow_id: str = api.post("/workflows", {"tasks": tasks}).json()["workflow_id"]
     if ended:
         assert api.post(f"/workflows/{workflow_id}/cancel").status_code == 200
-        api.stopped(workflow_id)
+        api.wait_cancelled(workflow_id)
     return workflow_id
 
 

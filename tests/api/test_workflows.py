@@ -100,7 +100,7 @@ def test_cancel_retry_and_rerun(api):
     assert api.post("/workflows/w/cancel").status_code == 200
     refused = api.post("/workflows/w/tasks", json={"tasks": [task("c")]})
     assert (refused.status_code, refused.json()["code"]) == (409, "workflow_ended")
-    api.stopped("w")
+    api.wait_cancelled("w")
     retried = api.post("/workflows/w/retry_failed").json()
     assert retried["status"] == "running" and retried["progress"]["completed"] == 0
     early = api.post("/workflows/w/rerun", json={"task": "a"})

@@ -1,8 +1,6 @@
 """A whole orchestrator behind real HTTP, a node that measures its GPUs, and programs that use them."""
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -22,10 +20,24 @@ from orchestrator.store.dialect import utc_shift
 from tests.api.conftest import Running, running
 from tests.conftest import SHORT
 from tests.factories import Hand, gpu, hire
-from tests.forked import ROOT, START_S, Forked, nest
+from tests.forked import ROOT, Forked, nest
 from tests.servers import Redis
 
 NODE = "node-1"
+#: No worker is declared dead and no term ends because the machine is busy; and what nobody here waits for is not done
+#: all the time.
+PATIENT: dict[str, Any] = {
+    "claim_idle_ms": 60_000,
+    "gpu_stale_s": 600.0,
+    "leader_interval_s": 2.0,
+    "leader_ttl_s": 20.0,
+    "publish_interval_s": 2.0,
+    "reclaim_interval_s": 5.0,
+    "redis_block_ms": 2000,
+    "redis_timeout_s": 10.0,
+    "republish_after_s": 10.0,
+    "worker_timeout_s": 45.0,
+}
 
 
 class Orchestrator:
@@ -58,12 +70,8 @@ def cluster_settings(
     redis_server.flush()
     file = tmp_path_factory.mktemp("client") / "orchestrator.db"
     copyfile(sqlite_with_tables, file)
-    given = {"database_url": f"sqlite:///{file}", "redis_url": redis_server.url, "gpu_stale_s": 600.0}
-    given |= {"worker_timeout_s": 45.0}  # nobody is declared dead here because the machine is busy
-    # Nor does a term end; and what nobody here waits for is not done all the time.
-    given |= {"leader_ttl_s": 20.0, "leader_interval_s": 2.0, "publish_interval_s": 2.0, "republish_after_s": 10.0}
-    given |= {"reclaim_interval_s": 5.0, "redis_block_ms": 2000, "redis_timeout_s": 10.0, "claim_idle_ms": 60_000}
-    return Settings(**(SHORT | given))
+    servers = {"database_url": f"sqlite:///{file}", "redis_url": redis_server.url}
+    return Settings(**(SHORT | PATIENT | servers))
 
 
 @pytest.fixture(scope="module")
@@ -108,23 +116,17 @@ class Piped(Forked):
     """`gpuorch ARGUMENTS`, forked like members of a cluster, but with pipes where those have a log."""
 
     def __init__(self, arguments: list[str], *, loaded: str, stdin: int = subprocess.DEVNULL) -> None:
-        modules = ("orchestrator.cli", loaded)
         order = {"arguments": arguments, "environment": dict(os.environ), "path": "", "folder": str(ROOT)}
-        ends = [os.pipe() for _ in range(4)]
-        (self._report, report), (out, their_out), (err, their_err), (their_in, ours) = ends
+        (their_in, ours), (out, their_out), (err, their_err) = (os.pipe() for _ in range(3))
+        theirs = [their_in, their_out, their_err]
         try:
-            socket.send_fds(
-                nest(loaded=modules), [json.dumps(order).encode()], [report, their_in, their_out, their_err]
-            )
+            self._hatch(nest(str(ROOT), (), ("orchestrator.cli", loaded)), order, theirs)
         finally:
-            for end in (report, their_in, their_out, their_err):
+            for end in theirs:
                 os.close(end)
         self.stdin, self.stdout, self.stderr = os.fdopen(ours, "w"), os.fdopen(out), os.fdopen(err)
         if stdin == subprocess.DEVNULL:
             self.stdin.close()
-        self.returncode: int | None = None
-        self.pid = self._told(START_S) or 0
-        assert self.pid, "the nest did not fork; what it says above tells why"
 
 
 @pytest.fixture

@@ -86,11 +86,11 @@ def wrong_trails(cluster: Cluster) -> dict[str, Counter[str]]:
     return {
         job_id: trails[job_id]
         for job_id, attempt in cluster.db.read(lambda conn: conn.execute(attempts).all())
-        if trails[job_id] != right(attempt)
+        if trails[job_id] != right_trail(attempt)
     }
 
 
-def right(attempt: int) -> Counter[str]:
+def right_trail(attempt: int) -> Counter[str]:
     return Counter({"job.submitted": 1, "job.done": 1, "job.claimed": attempt, "job.handed_back": attempt - 1})
 
 

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 
 NAME = "gpu_orchestrator_leader"
 #: Neither a term ends by itself, nor does the server end a transaction because the machine is busy.
-UNHURRIED = {"leader_ttl_s": 30.0, "worker_timeout_s": 30.0}
+PATIENT = {"leader_ttl_s": 30.0, "worker_timeout_s": 30.0}
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def candidates(db, db_url, settings, open_database):
     made = []
 
     def make(holder, **given):
-        given = UNHURRIED | given
+        given = PATIENT | given
         made.append(Candidate(open_database(db_url, **given), settings(database_url=db_url, **given), holder))
         return made[-1]
 
@@ -175,7 +175,7 @@ def test_a_successor_waits_for_a_write_that_began_before_it(db, candidates):
 def test_two_leader_writes_do_not_wait_for_each_other(maria_db, open_database):
     """The fence is a shared lock: duties run side by side."""
     leadership.ensure_row(maria_db, NAME)
-    database = open_database(maria_db.settings.database_url, **UNHURRIED)
+    database = open_database(maria_db.settings.database_url, **PATIENT)
     term = Term(database, NAME, take(maria_db), "leader:test")
 
     def outer(_conn):
@@ -296,7 +296,7 @@ def maria_candidates(maria_db, settings, open_database):
     made = []
 
     def make(holder, **given):
-        given = UNHURRIED | given
+        given = PATIENT | given
         made.append(Candidate(open_database(url, **given), settings(database_url=url, **given), holder))
         return made[-1]
 
@@ -369,9 +369,7 @@ def test_a_leader_whose_lock_is_gone_steps_down_although_its_row_is_fine(maria_d
     assert epoch_of(one) == 2
 
 
-def test_who_gives_the_lock_up_leaves_it_to_the_next_before_its_connection_is_gone(
-    maria_db, maria_candidates, monkeypatch
-):
+def test_who_gives_the_lock_up_leaves_it_to_the_next_before_its_connection_is_gone(maria_candidates, monkeypatch):
     """A server may notice late that a connection was closed."""
     one, other = maria_candidates("one"), maria_candidates("other")
     one.tick()

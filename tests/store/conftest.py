@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
 from orchestrator.settings import Settings
 from orchestrator.store.database import Database
@@ -41,6 +41,20 @@ def unhindered(maria_db: Database) -> Callable[[Callable[[], T]], T]:
         before = waits()
         answer = call()
         assert waits() == before, "it waited for a row"
+        return answer
+
+    return run
+
+
+@pytest.fixture
+def beside(maria_db: Database, unhindered: Callable[..., Any]) -> Callable[..., Any]:
+    """`beside(open_work, other_work)`: run the second while the first is open; it must not wait for it."""
+
+    def run(open_work: Callable[[Connection], object], other_work: Callable[[], Any]) -> Any:
+        with maria_db.engine.connect() as connection:
+            open_work(connection)
+            answer = unhindered(other_work)
+            connection.rollback()
         return answer
 
     return run

@@ -107,23 +107,19 @@ def test_a_drained_node_gives_no_jobs_and_says_why(db):
     assert db.read(lambda conn: dispatch.why_none(conn, "nobody")) is None
 
 
-def test_a_row_in_somebody_elses_hands_is_passed_over(maria_db, unhindered):
+def test_a_row_in_somebody_elses_hands_is_passed_over(maria_db, beside):
     """A neighbour that claims, cancels or ends a job holds its row: nobody waits for that."""
     remote, hand, ids = enlist(maria_db), hire(maria_db), submit(maria_db, 3)
-    with maria_db.engine.connect() as neighbour:
-        claim_jobs(neighbour, hand.by, ids[:2], lambda _type: 0)
-        assert [claim.job_id for claim in unhindered(lambda: remote.fetch(3))] == ids[2:]
-        neighbour.rollback()
+    claims = beside(lambda conn: claim_jobs(conn, hand.by, ids[:2], lambda _type: 0), lambda: remote.fetch(3))
+    assert [claim.job_id for claim in claims] == ids[2:]
 
 
-def test_a_job_that_needs_no_gpu_does_not_wait_for_one(maria_db, unhindered):
+def test_a_job_that_needs_no_gpu_does_not_wait_for_one(maria_db, beside):
     """Whether a worker's node has GPUs is looked up, not locked: heartbeats write those rows all the time."""
     hire(maria_db, gpu())
     remote, _ = enlist(maria_db, node="node-1"), submit(maria_db)
-    with maria_db.engine.connect() as neighbour:
-        neighbour.execute(schema.gpus.update().values(used_mb=1))
-        assert len(unhindered(remote.fetch)) == 1
-        neighbour.rollback()
+    used = schema.gpus.update().values(used_mb=1)
+    assert len(beside(lambda conn: conn.execute(used), remote.fetch)) == 1
 
 
 def test_a_heartbeat_leaves_a_worker_draining_that_somebody_drains(db):

@@ -15,20 +15,6 @@ from orchestrator.store.settle import Left, end_leases, record
 from tests.factories import POLICY, STALE_S, done, failed, gpu, hire, rows, submit
 
 
-@pytest.fixture
-def beside(maria_db, unhindered):
-    """`beside(open_work, other_work)`: run the second while the first is open; it must not wait for it."""
-
-    def run(open_work, other_work):
-        with maria_db.engine.connect() as connection:
-            open_work(connection)
-            answer = unhindered(other_work)
-            connection.rollback()
-        return answer
-
-    return run
-
-
 @pytest.mark.parametrize("others", [1, 4, 16])
 def test_claims_of_two_workers(maria_db, beside, others):
     one, other, ids = hire(maria_db), hire(maria_db), submit(maria_db, 4 + others)

@@ -168,7 +168,7 @@ def test_a_connection_cut_in_the_middle_of_a_read(far, proxy, raw):
 # --- half-open ---
 
 
-def test_a_half_open_connection_ends_a_blocked_read_in_time(far, proxy, raw, settings):
+def test_a_half_open_connection_ends_a_blocked_read_in_time(far, proxy, raw):
     """F-18, vexa#267: a consumer that waits on a dead socket for ever."""
     lane = far.lane("default")
     reader = far.reader(lane, "w1")

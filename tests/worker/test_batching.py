@@ -12,7 +12,7 @@ from tests.factories import new_job
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
 from tests.worker.deaths import declare_dead
-from tests.worker.test_worker import events, leased
+from tests.worker.test_worker import leased, moves
 
 HANDLERS = """
 import json, os, signal, time
@@ -164,22 +164,12 @@ class Bench:
 
 
 @pytest.fixture
-def worker_timeout_s():
-    return 20.0
-
-
-@pytest.fixture
 def bench(cluster, orchestrator, tmp_path):
     return Bench(cluster, orchestrator, tmp_path)
 
 
 def doing(*orders, **fields):
     return [{"payload": {"do": do}} | fields for do in orders]
-
-
-def moves(cluster, job_id):
-    """What became of it, but for that it ran: that is told only of what takes longer than a moment, on this machine."""
-    return [event for event in events(cluster, job_id) if event != "job.running"]
 
 
 # --- one call, many ends ---

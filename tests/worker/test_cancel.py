@@ -77,11 +77,6 @@ def notes(tmp_path):
 
 
 @pytest.fixture
-def worker_timeout_s():
-    return 20.0
-
-
-@pytest.fixture
 def cancel_step_s():
     """Longer than a busy machine lets a handler wait that looks: nobody insists."""
     return 20.0

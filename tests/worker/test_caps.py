@@ -9,11 +9,6 @@ from tests.cluster import Cluster
 
 
 @pytest.fixture
-def worker_timeout_s():
-    return 20.0
-
-
-@pytest.fixture
 def capped(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(caps, "Cluster", partial(Cluster, forked=True))
     opened = caps.Capped(cluster.settings, tmp_path, leads=False)

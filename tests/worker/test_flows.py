@@ -17,11 +17,6 @@ HANDLERS = ("tests.worker.flow_handlers",)
 
 
 @pytest.fixture
-def worker_timeout_s():
-    return 20.0
-
-
-@pytest.fixture
 def worker(cluster):
     return cluster.worker(worker_handlers=HANDLERS)
 

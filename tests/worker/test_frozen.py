@@ -2,25 +2,22 @@
 
 import os
 import signal
-import threading
-from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 from sqlalchemy import text
 
-from orchestrator.jobs import ErrorKind
 from orchestrator.store import schema
-from orchestrator.store.claim import Claim
 from tests.processes import gone
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO, locked_gpus
 from tests.worker.deaths import declare_dead
-from tests.worker.test_slots import COMMAND, EVENTS
 from tests.worker.test_worker import GATED, events, submit
-from worker import process
-from worker.lifeline import Lifeline
-from worker.slots import SlotPool
+
+
+@pytest.fixture
+def worker_timeout_s() -> float:
+    """Most tests here wait for a frozen worker to be declared dead."""
+    return 2.0
 
 
 @EMBEDDED_TOO
@@ -83,27 +80,6 @@ def test_a_draining_worker_that_was_declared_dead_ends_what_it_runs(cluster, orc
     gate.unlink()
     cluster.worker(worker_handlers=GATED)
     assert cluster.wait_for(job_id, "done")["attempt"] == 2
-
-
-def test_a_frozen_slot_that_does_not_take_its_job_is_replaced(monkeypatch):
-    monkeypatch.setattr(process, "SEND_TIMEOUT_S", 1)
-    ended = []
-    events = replace(EVENTS, ended=lambda _batch, ends, *_more: ended.extend(ends))
-    with ExitStack() as stack:
-        lifeline = Lifeline()
-        stack.callback(lifeline.close)
-        pool = SlotPool(1, "worker", COMMAND, {}, events, 1.0, lifeline)
-        stack.callback(pool.close)
-        pool.start()
-        wait_until(lambda: pool.usable() == 1, what="a slot")
-        (frozen,) = pool.marks()
-        os.kill(pool._slots[0].process.pid, signal.SIGSTOP)
-        # Larger than a pipe: sending it to somebody who does not read would last for ever.
-        large = Claim("job-1", 1, "echo", f'"{"x" * 900_000}"', "a", None, None, None, None)
-        threading.Thread(target=pool.dispatch, args=((large,),), daemon=True).start()
-        wait_until(lambda: ended, what="its end")
-        assert [(end.job_id, end.error_kind) for end in ended] == [("job-1", ErrorKind.WORKER_LOST)]
-        wait_until(lambda: pool.usable() == 1 and frozen not in pool.marks(), what="another slot")
 
 
 def test_a_worker_that_does_not_wait_for_its_posts_any_longer_says_so(cluster):

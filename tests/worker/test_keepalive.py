@@ -324,7 +324,7 @@ def test_where_one_writes_at_a_time_nobody_tries_in_halves(db_url, open_database
     assert seen.statements == ["BEGIN IMMEDIATE"]
 
 
-def test_who_joins_while_its_row_is_held_is_told_so(maria_db, settings, keepalive):
+def test_who_joins_while_its_row_is_held_is_told_so(maria_db, keepalive):
     member = Member(hire(maria_db))
     keepalive.start()
     with (

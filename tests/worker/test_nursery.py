@@ -197,11 +197,6 @@ def test_slots_live_on_when_their_nursery_cannot_be_asked_for_another(bear, monk
 
 
 @pytest.fixture
-def worker_timeout_s():
-    return 20.0
-
-
-@pytest.fixture
 def worker(cluster, tmp_path):
     (tmp_path / "nursery_handlers.py").write_text(HANDLERS)
     return cluster.worker(path=str(tmp_path), worker_handlers=("nursery_handlers",), worker_slots=4)

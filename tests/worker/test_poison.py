@@ -10,12 +10,6 @@ KEY = "stream:orchestrator:inference_jobs"
 LAST = "18446744073709551615-18446744073709551615"
 
 
-@pytest.fixture
-def worker_timeout_s() -> float:
-    """Nobody waits here for a worker to be declared dead."""
-    return 20.0
-
-
 def drained(cluster, orchestrator):
     wait_until(lambda: not cluster.unfinished(), what="all jobs ended")
     wait_until(lambda: orchestrator.hub.lane("default").length() == 0, what="an empty lane")

@@ -15,11 +15,6 @@ from tests.worker.test_worker import events
 GATED = ("tests.worker.gated_handlers",)
 
 
-@pytest.fixture
-def worker_timeout_s() -> float:
-    return 20.0
-
-
 def submit(orchestrator, gate, count):
     jobs = [new_job(type="gated", payload={"gate": str(gate)}) for _ in range(count)]
     orchestrator.submit(jobs).result(10)

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from sqlalchemy import func, select
 
 from orchestrator.kubernetes import DELETION_COST, Kubernetes, Pod
-from orchestrator.store import schema
 from tests.factories import new_job
 from tests.kubernetes_api import Asked, KubernetesApi
 from tests.waiting import wait_until
+from tests.worker.test_worker import wait_for_heartbeat
 from worker import price as prices
 from worker.price import BUSY, FULL, IDLE, LONGEST_REST_S, REST_S, PriceTag, cost
 from worker.supervisor import Supervisor
@@ -103,12 +102,6 @@ def _heard(tag, api, now) -> bool:
 
 
 @pytest.fixture
-def worker_timeout_s() -> float:
-    """Nobody waits here for a worker to be declared dead."""
-    return 20.0
-
-
-@pytest.fixture
 def in_a_pod(cluster, api, monkeypatch):
     """Start a worker in this process, whose price is written whenever it changes."""
     monkeypatch.setattr(prices, "REST_S", 0.1)
@@ -132,9 +125,7 @@ def test_a_worker_says_what_it_would_cost_and_heartbeats_do_not_wait_for_kuberne
     job = new_job(type="gated", payload={"gate": str(gate)})
     orchestrator.submit([job]).result(10)
     cluster.wait_for(job.job_id, "running")
-    last_one = select(func.max(schema.workers.c.last_heartbeat))
-    before = cluster.db.read(lambda conn: conn.execute(last_one).scalar_one())
-    wait_until(lambda: cluster.db.read(lambda conn: conn.execute(last_one).scalar_one()) > before, what="a heartbeat")
+    wait_for_heartbeat(cluster)
     assert api.costs == [IDLE]
     api.speak.set()
     wait_until(lambda: BUSY in api.costs, what="a busy pod")

@@ -703,12 +703,6 @@ served("tight", [*SERVER, "--oom-until", {tries!r}], path="/v1/chat", min_memory
 
 
 @pytest.fixture
-def worker_timeout_s() -> float:
-    """Nobody waits here for a worker to be declared dead."""
-    return 20.0
-
-
-@pytest.fixture
 def worker(cluster, orchestrator, tmp_path):
     module = HANDLERS.format(script=SCRIPT, tries=str(tmp_path / "tries"))
     (tmp_path / "served_models.py").write_text(module)

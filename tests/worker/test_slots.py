@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from orchestrator.jobs import ErrorKind
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import Outcome
 from tests.processes import children, few_files, files
 from tests.waiting import wait_until
-from worker import wire
+from worker import process, wire
 from worker.lifeline import Lifeline
 from worker.nursery import Nursery
 from worker.post import Model
@@ -49,6 +50,19 @@ def eight() -> Iterator[Callable[[Starts], SlotPool]]:
             return pool
 
         yield start
+
+
+@contextmanager
+def one_slot(events: SlotEvents = EVENTS, *handlers: str) -> Iterator[tuple[SlotPool, Lifeline]]:
+    """A pool whose only slot is up, and what vouches for it."""
+    with ExitStack() as stack:
+        lifeline = Lifeline()
+        stack.callback(lifeline.close)
+        slots = SlotPool(1, "worker", [*COMMAND, *handlers], {}, events, 1.0, lifeline)
+        stack.callback(slots.close)
+        slots.start()
+        wait_until(lambda: slots.usable() == 1, timeout=25.0, what="a slot")
+        yield slots, lifeline
 
 
 def test_slots_that_were_dismissed_before_they_were_up_do_not_count_as_failures(eight):
@@ -161,13 +175,7 @@ def test_a_job_that_its_slot_gets_when_nobody_vouches_for_it_any_more_does_not_b
     first = Claim(
         "j0", 1, kind, json.dumps({"file": str(tmp_path / "begun")}), "a", None, None, None, None, batch=batch
     )
-    with ExitStack() as stack:
-        lifeline = Lifeline()
-        stack.callback(lifeline.close)
-        slots = SlotPool(1, "worker", [*COMMAND, "tests.worker.marking_handlers"], {}, events, 1.0, lifeline)
-        stack.callback(slots.close)
-        slots.start()
-        wait_until(lambda: slots.usable() == 1, timeout=25.0, what="a slot")
+    with one_slot(events, "tests.worker.marking_handlers") as (slots, lifeline):
         frozen = slots._slots[0].process.pid
         os.kill(frozen, signal.SIGSTOP)
         jobs = (first, first._replace(job_id="j1")) if batch else (first,)
@@ -185,18 +193,26 @@ def test_a_job_that_its_slot_gets_when_nobody_vouches_for_it_any_more_does_not_b
 
 def test_a_slot_that_does_not_read_the_answer_to_its_question_is_killed(monkeypatch):
     """Half of an answer would leave it waiting for the rest, and its job running for ever."""
-    with ExitStack() as stack:
-        lifeline = Lifeline()
-        stack.callback(lifeline.close)
-        slots = SlotPool(1, "worker", COMMAND, {}, EVENTS, 1.0, lifeline)
-        stack.callback(slots.close)
-        slots.start()
-        wait_until(lambda: slots.usable() == 1, timeout=25.0, what="a slot")
+    with one_slot() as (slots, _):
         (slot,) = slots._slots
         with monkeypatch.context() as patched:
             patched.setattr(wire.Channel, "send", Mock(side_effect=BlockingIOError))
             slot.send({"question": 1})
         wait_until(lambda: slot not in slots._slots, what="its end")
+
+
+def test_a_frozen_slot_that_does_not_take_its_job_is_replaced(monkeypatch):
+    monkeypatch.setattr(process, "SEND_TIMEOUT_S", 1)
+    ended: list[Any] = []
+    with one_slot(replace(EVENTS, ended=lambda _jobs, ends, *_how: ended.extend(ends))) as (slots, _):
+        (frozen,) = slots.marks()
+        os.kill(slots._slots[0].process.pid, signal.SIGSTOP)
+        # Larger than a pipe: sending it to somebody who does not read would last for ever.
+        large = Claim("j", 1, "echo", f'"{"x" * 900_000}"', "a", None, None, None, None)
+        threading.Thread(target=slots.dispatch, args=((large,),), daemon=True).start()
+        wait_until(lambda: ended, what="its end")
+        assert [(end.job_id, end.error_kind) for end in ended] == [("j", ErrorKind.WORKER_LOST)]
+        wait_until(lambda: slots.usable() == 1 and frozen not in slots.marks(), what="another slot")
 
 
 @pytest.mark.parametrize("free", range(5))

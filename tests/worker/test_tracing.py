@@ -25,12 +25,6 @@ def receiver() -> Iterator[Receiver]:
         yield opened
 
 
-@pytest.fixture
-def worker_timeout_s() -> float:
-    """Nobody waits here for a worker to be declared dead, but for one test."""
-    return 20.0
-
-
 def trace(cluster, endpoint):
     """Whoever is started from now on traces. One slot: each loads what makes spans, which takes a while."""
     given = {"otlp_endpoint": f"{endpoint}/v1/traces", "worker_handlers": HANDLERS, "worker_slots": 1}

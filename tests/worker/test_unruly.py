@@ -61,12 +61,6 @@ SOON = pytest.mark.parametrize("worker_timeout_s", [2.0])
 
 
 @pytest.fixture
-def worker_timeout_s() -> float:
-    """Nobody else waits here for a worker to be declared dead."""
-    return 20.0
-
-
-@pytest.fixture
 def start(cluster, orchestrator, tmp_path):
     (tmp_path / "unruly_handlers.py").write_text(HANDLERS)
     given = {

@@ -68,12 +68,6 @@ SOON = pytest.mark.parametrize("worker_timeout_s", [1.0])
 
 
 @pytest.fixture
-def worker_timeout_s() -> float:
-    """Nobody else waits here for a worker to be declared dead."""
-    return 20.0
-
-
-@pytest.fixture
 def start(cluster, tmp_path):
     (tmp_path / "warm_models.py").write_text(HANDLERS)
 

@@ -184,7 +184,7 @@ class ServerLock:
             # NULL means error, not success.
             return self._ask(self._connection, "SELECT GET_LOCK(:name, 0)") == 1
         except SQLAlchemyError as error:
-            self._leave()
+            self._disconnect()
             raise DatabaseUnavailable(f"leader lock {self._name}: {error}") from error
 
     def held(self) -> bool:
@@ -193,7 +193,7 @@ class ServerLock:
         try:
             return self._ask(self._connection, "SELECT IS_USED_LOCK(:name) = CONNECTION_ID()") == 1
         except SQLAlchemyError:
-            self._leave()
+            self._disconnect()
             return False
 
     def release(self) -> None:
@@ -201,9 +201,9 @@ class ServerLock:
         if self._connection is not None:
             with suppress(SQLAlchemyError):  # no answer: the lock ends with the connection, as soon as the server can
                 self._ask(self._connection, "SELECT RELEASE_LOCK(:name)")
-        self._leave()
+        self._disconnect()
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
