@@ -55,8 +55,8 @@ class Ahead:
         from tests.forked import LOADED, nest
         from tests.servers import mariadb_data
 
+        nest(str(ROOT.parent), (), LOADED)
         self._makers.submit(mariadb_data)
-        self._makers.submit(nest, str(ROOT.parent), (), LOADED)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self) -> None:

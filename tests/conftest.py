@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
+from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 import hypothesis
@@ -51,8 +52,9 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     Server.home = memory()
-    if Server.home:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", Server.home)  # where pytest makes the folders of tests
+    if Server.home and "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+        # Where pytest makes the folders of tests; by such a name they are removed when their tests are gone.
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = mkdtemp(prefix=f"orch-pytest-{os.getpid()}-", dir=Server.home)
     _hear_signals()
 
 

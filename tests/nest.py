@@ -38,10 +38,12 @@ class Child(NamedTuple):
     report: int
 
     def bury(self) -> None:
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        with suppress(BrokenPipeError):  # whoever started it does not ask any more
-            os.write(self.report, b"%d\n" % code)
+        self.tell(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
         self.close()
+
+    def tell(self, number: int) -> None:
+        with suppress(BrokenPipeError):  # whoever started it does not ask any more
+            os.write(self.report, b"%d\n" % number)
 
     def close(self) -> None:
         os.close(self.pidfd)
@@ -59,24 +61,35 @@ def main() -> None:
 
 def _serve(control: socket.socket) -> Order | None:
     """Returns in every process that was ordered; in this one, None when the tests are gone."""
-    children: dict[int, Child] = {}
     with selectors.DefaultSelector() as events:
         events.register(control, selectors.EVENT_READ)
         while True:
             for key, _ in events.select():
-                if key.fd in children:
-                    events.unregister(key.fd)
-                    children.pop(key.fd).bury()
+                if key.data is not None:
+                    if events.get_map().get(key.fd) == key:  # not if it was buried a moment ago
+                        _look_after(key.data, key.fd, events)
                     continue
                 order = _received(control)
                 child = _bear(order) if order else None
                 if child is None:
                     control.close()
-                    for sibling in children.values():
+                    for sibling in {other.data for other in events.get_map().values() if other.data}:
                         sibling.close()
                     return order
-                children[child.pidfd] = child
-                events.register(child.pidfd, selectors.EVENT_READ)
+                # Of a pipe that nobody reads any more, the kernel tells whoever waits for anything there.
+                for file in (child.pidfd, child.report):
+                    events.register(file, selectors.EVENT_READ, child)
+
+
+def _look_after(child: Child, file: int, events: selectors.BaseSelector) -> None:
+    """It has ended, or whoever started it has."""
+    events.unregister(file)
+    if file == child.report:
+        os.kill(child.pid, signal.SIGKILL)
+        return
+    if child.report in events.get_map():
+        events.unregister(child.report)
+    child.bury()
 
 
 def _received(control: socket.socket) -> Order | None:
@@ -95,8 +108,9 @@ def _bear(order: Order) -> Child | None:
         return None
     for file in order.stdio:
         os.close(file)
-    os.write(order.report, b"%d\n" % pid)
-    return Child(pid, os.pidfd_open(pid), order.report)
+    child = Child(pid, os.pidfd_open(pid), order.report)
+    child.tell(pid)
+    return child
 
 
 def _become(order: Order) -> None:

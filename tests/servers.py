@@ -94,7 +94,8 @@ def memory() -> str | None:
     except OSError:
         return None
     _tidy(Path(IN_MEMORY))
-    return IN_MEMORY if room >= ROOM and os.access(IN_MEMORY, os.W_OK) else None
+    usable = os.access(IN_MEMORY, os.W_OK) and not os.statvfs(IN_MEMORY).f_flag & os.ST_NOEXEC
+    return IN_MEMORY if room >= ROOM and usable else None
 
 
 def _tidy(folder: Path) -> None:

@@ -140,23 +140,27 @@ class BySignal:
         self._closed = closed
         #: What to raise at the next signal.
         self.due: str | None = None
-        self._over = threading.Event()
+        # No event: its lock stayed locked if the error of another lease came while it is set.
+        self._over = False
 
     def send(self, reason: str) -> None:
         self.due = reason
         _ring()
 
     def insist(self) -> None:
-        while not self._over.wait(AGAIN_S):
+        while True:
+            time.sleep(AGAIN_S)
+            if self._over:
+                return
             _ring()
 
     def heard(self) -> None:
         self.due = None  # first: the next signal may come in the middle of this
-        self._over.set()
+        self._over = True
 
     def close(self) -> None:
+        self._over = True
         self._closed(self)
-        self._over.set()
 
 
 def _ring() -> None:

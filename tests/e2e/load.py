@@ -3,6 +3,7 @@
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ class Load:
         self.lease_answers: Counter[str] = Counter()
         self._client: subprocess.Popen[bytes] | None = None
 
-    def run(self, serving: list[Member]) -> None:
+    def run(self, serving: list[Member], *, seen: Callable[[], object]) -> None:
+        """`seen` tells whether somebody has looked at what ended so far."""
         self.start_workers()
         self.submit_all()
         self.make_pools()
@@ -78,6 +80,7 @@ class Load:
         self.ask_for_leases()
         self.submit_too_much()
         self.finish()
+        wait_until(seen, what="a look at the first ends")
         self.change_minds()
         self.finish()
         self.break_a_gpu()
@@ -179,7 +182,7 @@ class Load:
     def change_minds(self) -> None:
         """Some are cancelled before they began, and one dead letter is started over: it fails again.
 
-        A few more share calls: when all did so between two scrapes, nobody would see the increase.
+        A few more share calls, and a few more fail: when all did so between two scrapes, nobody would see the increase.
         """
         for n in range(3):
             post(self.urls[n % 2], f"/jobs/tomorrow-{n}/cancel", {})
@@ -187,7 +190,9 @@ class Load:
         wait_until(
             lambda: self.count("job_id = 'given-up-0' AND status = 'dead_letter' AND redrives = 1"), what="its end"
         )
-        post(self.urls[0], "/jobs/submit_batch", {"jobs": [job(f"gather-more-{n}", "gather") for n in range(20)]})
+        more = [job(f"gather-more-{n}", "gather") for n in range(15)]
+        more += [job(f"never-more-{n}", "fail", {"kind": "permanent"}) for n in range(5)]
+        post(self.urls[0], "/jobs/submit_batch", {"jobs": more})
 
     def finish(self) -> None:
         """Wait for all that end by themselves: what is delayed, kept by the cap or without a worker stays."""

@@ -82,12 +82,10 @@ def wrong_trails(cluster: Cluster) -> dict[str, Counter[str]]:
     trails: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for job_id, event_type, times in cluster.db.read(lambda conn: conn.execute(events).all()):
         trails[job_id][event_type] = times
-    attempts = select(schema.jobs.c.job_id, schema.jobs.c.attempt)
-    return {
-        job_id: trails[job_id]
-        for job_id, attempt in cluster.db.read(lambda conn: conn.execute(attempts).all())
-        if trails[job_id] != right_trail(attempt)
-    }
+    query = select(schema.jobs.c.job_id, schema.jobs.c.attempt)
+    attempts = {row.job_id: row.attempt for row in cluster.db.read(lambda conn: conn.execute(query).all())}
+    assert trails.keys() == attempts.keys() and sum(attempts.values()) < 2 * JOBS
+    return {job_id: trails[job_id] for job_id, attempt in attempts.items() if trails[job_id] != right_trail(attempt)}
 
 
 def right_trail(attempt: int) -> Counter[str]:

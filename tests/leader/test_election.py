@@ -369,6 +369,15 @@ def test_a_leader_whose_lock_is_gone_steps_down_although_its_row_is_fine(maria_d
     assert epoch_of(one) == 2
 
 
+def test_who_closes_a_candidate_does_not_talk_on_a_connection_that_another_thread_waits_on(maria_candidates):
+    one, other = maria_candidates("one"), maria_candidates("other")
+    one.tick()
+    assert one._lock._asking.acquire(timeout=5)  # as if its server did not answer
+    one.resign()
+    one._lock._asking.release()
+    wait_until(lambda: other.tick() or epoch_of(other) == 2, what="the server ended the session, and with it the lock")
+
+
 def test_who_gives_the_lock_up_leaves_it_to_the_next_before_its_connection_is_gone(maria_candidates, monkeypatch):
     """A server may notice late that a connection was closed."""
     one, other = maria_candidates("one"), maria_candidates("other")

@@ -155,7 +155,8 @@ def test_however_a_cancelled_attempt_ends_its_job_is_cancelled(db, how):
     assert event["event_type"] == "job.cancelled"
     assert event["details"]["ended_as"] == end.outcome.value
     # The event tells of the moment when the row was locked, the row of its last change.
-    assert 2.4 < event["details"]["stop_seconds"] <= job["stop_seconds"] + 0.001 < 30
+    between_s = job["stop_seconds"] - event["details"]["stop_seconds"]
+    assert event["details"]["stop_seconds"] > 2.4 and -0.001 <= between_s < 5
     with pytest.raises(ResultNotFound):
         db.read(lambda conn: job_reads.result(conn, claim.job_id))
     assert rows(db, schema.results) == rows(db, schema.dead_letters) == active_leases(db) == []

@@ -41,6 +41,13 @@ def test_a_signal_reaches_it_and_its_end_is_told(fork):
     assert forked.wait(30) == forked.poll() == -signal.SIGKILL
 
 
+def test_it_dies_with_whoever_started_it(fork):
+    """A part of the tests that was killed must not leave its processes to the others."""
+    forked = fork(*ENDLESS)
+    os.close(forked._report)
+    wait_until(lambda: gone(forked.pid), what="its end")
+
+
 def test_it_dies_with_its_nest(fork, tmp_path):
     """A nest of its own: it is told a path that no other is."""
     forked = fork(*ENDLESS, at_start={"LD_LIBRARY_PATH": str(tmp_path)}, loaded=["orchestrator.cli"])

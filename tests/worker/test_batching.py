@@ -263,7 +263,8 @@ def test_one_that_is_cancelled_may_be_left_out_and_all_of_them_end_the_call(benc
     assert len(bench.calls()) == 1
     bench.gate.unlink()
     ids = bench.submit(*[{"type": "held"}] * 3)
-    bench.began(ids[0])
+    for job_id in ids:
+        bench.began(job_id)
     bench.cancel(*ids)
     for job_id in ids:
         cluster.wait_for(job_id, "cancelled")

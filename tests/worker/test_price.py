@@ -106,6 +106,7 @@ def in_a_pod(cluster, api, monkeypatch):
     """Start a worker in this process, whose price is written whenever it changes."""
     monkeypatch.setattr(prices, "REST_S", 0.1)
     monkeypatch.setattr(prices, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("orchestrator.kubernetes.TIMEOUT_S", 600.0)  # who asks again would tell the next price
     named = {"pod_name": "embed-1", "kubernetes_namespace": "models", "kubernetes_url": api.url}
     given = named | {"worker_handlers": ("tests.worker.gated_handlers",)}
     supervisor = Supervisor(cluster.settings.model_copy(update=given))

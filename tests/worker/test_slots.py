@@ -19,7 +19,7 @@ from orchestrator.store.claim import Claim
 from orchestrator.store.settle import Outcome
 from tests.processes import children, few_files, files
 from tests.waiting import wait_until
-from worker import process, wire
+from worker import hand, process, wire
 from worker.lifeline import Lifeline
 from worker.nursery import Nursery
 from worker.post import Model
@@ -189,6 +189,23 @@ def test_a_job_that_its_slot_gets_when_nobody_vouches_for_it_any_more_does_not_b
         wait_until(lambda: slots.dispatch((first._replace(attempt=2),)), what="the same slot, free again")
         wait_until(lambda: len(ended) > len(jobs), what="its end")
         assert ended[-1].outcome is Outcome.DONE and (tmp_path / "begun").read_text() == "2"
+
+
+def test_what_jobs_took_and_one_that_takes_longer_decide_whether_others_are_claimed_ahead(gate):
+    ended: list[Any] = []
+    events = replace(EVENTS, ended=lambda _jobs, ends, *_how: ended.extend(ends))
+    brief = Claim("j", 1, "echo", "{}", "a", None, None, None, None)
+    with one_slot(events, "tests.worker.gated_handlers") as (slots, _):
+        assert slots.dispatch((brief,))
+        wait_until(lambda: ended, what="its end")
+        assert slots._hand._usual_s == pytest.approx(ended[0].run_seconds * hand.WEIGHT)
+        for _ in range(hand.IN_A_ROW):
+            slots._hand.saw(0.0)
+        assert slots._hand.open
+        wait_until(lambda: not slots.busy(), what="a free slot")
+        assert slots.dispatch((brief._replace(type="gated", payload=json.dumps({"gate": str(gate)})),))
+        wait_until(lambda: not slots._hand.open, what="that it is known to run for longer than a moment")
+        gate.unlink()
 
 
 def test_a_slot_that_does_not_read_the_answer_to_its_question_is_killed(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
@@ -174,6 +175,7 @@ class ServerLock:
         self._name = name
         self._idle_limit_s = max(1, round(ttl_s))
         self._connection: Connection | None = None
+        self._asking = Lock()
 
     def acquire(self) -> bool:
         try:
@@ -198,7 +200,8 @@ class ServerLock:
 
     def release(self) -> None:
         """The next may have it when this returns: a connection that is closed keeps it until the server notices."""
-        if self._connection is not None:
+        # Who closes us does not wait for ever for the thread that asks: then nobody may use its connection.
+        if self._connection is not None and not self._asking.locked():
             with suppress(SQLAlchemyError):  # no answer: the lock ends with the connection, as soon as the server can
                 self._ask(self._connection, "SELECT RELEASE_LOCK(:name)")
         self._disconnect()
@@ -209,4 +212,5 @@ class ServerLock:
             connection.invalidate()
 
     def _ask(self, connection: Connection, question: str) -> object:
-        return connection.execute(text(question), {"name": self._name}).scalar()
+        with self._asking:
+            return connection.execute(text(question), {"name": self._name}).scalar()
