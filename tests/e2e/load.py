@@ -105,6 +105,9 @@ class Load:
         self.redis.start()
 
     def make_pools(self) -> None:
+        # A pool that is made before both nodes have told their handlers has all its workers on one.
+        able = "SELECT COUNT(*) FROM nodes WHERE supervisor_types LIKE '%echo%'"
+        wait_until(lambda: self._one(able) == 2, what="two nodes that can run it")
         post(self.urls[0], "/workers/pool", {"pool_id": "warm", "type": "echo", "desired_workers": 2})
         post(self.urls[0], "/workers/pool", {"pool_id": "cold", "type": "nobody-has-this"})
         post(self.urls[0], "/workers/pool", {"pool_id": "closed", "type": "echo"})
