@@ -13,6 +13,11 @@ def main() -> None:
         code = run()
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except RuntimeError as wrapped:
+        # What Python 3.11 makes of an error that comes while a class is being made, as of a module that is imported.
+        if not isinstance(wrapped.__cause__, KeyboardInterrupt):
+            raise
+        code = INTERRUPTED
     sys.exit(code)
 
 

@@ -72,8 +72,19 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 # --- Ctrl-C ---
 
 
-def test_ctrl_c_while_its_libraries_are_imported_is_quiet(tmp_path):
-    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+IN_A_CLASS = """
+class Field:
+    def __set_name__(self, owner, name):
+        raise KeyboardInterrupt
+
+class Made:
+    field = Field()
+"""
+
+
+@pytest.mark.parametrize("module", ["raise KeyboardInterrupt", IN_A_CLASS])
+def test_ctrl_c_while_its_libraries_are_imported_is_quiet(tmp_path, module):
+    (tmp_path / "click.py").write_text(module)
     ended = command("dev", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
