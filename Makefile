@@ -1,6 +1,6 @@
 # `make help` lists what there is. Nothing is installed outside this directory, except by scripts/ensure-servers.
 .DEFAULT_GOAL := help
-.PHONY: help run test check bench sim sim-placement sim-warm chaos chaos-leases chaos-pools e2e lock clean servers
+.PHONY: help run test check bench sim sim-placement sim-warm chaos chaos-leases chaos-pools e2e lock clean ready python servers
 
 PYTHON ?= python3
 PORT ?= 8008
@@ -20,16 +20,16 @@ help: ## show this list
 run: $(VENV)/.runtime ## start the whole system here, with nothing else installed (PORT=8008 DATA_DIR=./.data)
 	@exec $(BIN)/gpuorch dev --port $(PORT) --data-dir $(DATA_DIR)
 
-test: $(VENV)/.dev servers ## all tests, against private MariaDB, Redis, Valkey and Prometheus servers (ARGS="-x -k lease")
+test: ready ## all tests, against private MariaDB, Redis, Valkey and Prometheus servers (ARGS="-x -k lease")
 	$(BIN)/python -m tests $(ARGS)
 
-check: $(VENV)/.dev servers ## format, lint, types and the fast tests
+check: ready ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest tests/unit tests/contracts $(ARGS)
 
-bench: $(VENV)/.dev servers ## measure throughput, and its ratio to what the machine can do
+bench: ready ## measure throughput, and its ratio to what the machine can do
 	$(BIN)/python -m tests.bench $(ARGS)
 
 sim: $(VENV)/.dev ## how long jobs wait by agent and priority: a flood, mixed sizes, deadlines, a slow lane (ARGS="--plot order.svg")
@@ -41,16 +41,16 @@ sim-placement: $(VENV)/.dev ## how much of a production cluster each placement p
 sim-warm: $(VENV)/.dev ## how often models are loaded and how long jobs wait, on a production trace (ARGS="--gpus 8 --plot warm.svg"; needs ../shared/data)
 	$(BIN)/python -m tests.sim.warm $(ARGS)
 
-chaos: $(VENV)/.dev servers ## kill, freeze and cut a cluster under load, then check every invariant (ARGS="--minutes 60 --seed 7")
+chaos: ready ## kill, freeze and cut a cluster under load, then check every invariant (ARGS="--minutes 60 --seed 7")
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-chaos-leases: $(VENV)/.dev servers ## 64 clients lease GPUs of a stand-in driver that fail and fill up (ARGS="--seed 7")
+chaos-leases: ready ## 64 clients lease GPUs of a stand-in driver that fail and fill up (ARGS="--seed 7")
 	$(BIN)/python -m tests.chaos.leases $(ARGS)
 
-chaos-pools: $(VENV)/.dev servers ## change 20 pools at random while nodes and slots die; they must converge (ARGS="--minutes 5 --seed 7")
+chaos-pools: ready ## change 20 pools at random while nodes and slots die; they must converge (ARGS="--minutes 5 --seed 7")
 	$(BIN)/python -m tests.chaos.pools $(ARGS)
 
-e2e: $(VENV)/.dev servers ## drive the installed commands as a user would
+e2e: ready ## drive the installed commands as a user would
 	$(BIN)/pytest -m e2e $(ARGS)
 
 lock: $(VENV)/.dev ## write the lock files again after a change of pyproject.toml (ARGS=--upgrade for newer versions)
@@ -61,13 +61,22 @@ clean: ## remove the virtual environment and caches; data stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# What tests need, side by side: the one is busy with a processor, the other with the network and the disk. Nothing else
+# here may run beside anything, whatever --jobs says: goals share one virtual environment, and tests the processors.
+ready: python
+	@$(MAKE) --no-print-directory --jobs 2 SIDE_BY_SIDE=yes $(VENV)/.dev servers
+ifndef SIDE_BY_SIDE
+.NOTPARALLEL:
+endif
+
 servers:
 	@scripts/ensure-servers
 
 # The stamps below make a second call start at once; a changed lock file or pyproject.toml installs again.
 define install
-@echo "Installing $< into $(VENV); the first time takes about a minute."
-@$(PIP) install --requirement $<
+@echo "Installing $< into $(VENV); the first time takes about half a minute."
+@$(PIP) install --quiet --no-deps "$$(grep '^pip==' $< || echo pip)"
+@$(PIP) install --no-deps --no-compile --requirement $<
 @$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 @touch $@
 endef
@@ -78,9 +87,11 @@ $(VENV)/.runtime: requirements.lock pyproject.toml $(VENV)/.python
 $(VENV)/.dev: requirements-dev.lock pyproject.toml $(VENV)/.python
 	$(install)
 
-$(VENV)/.python:
+python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed, e.g.: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+
+$(VENV)/.python: | python
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)."
 	@$(PYTHON) -m venv --clear $(VENV) \
 		|| { echo "The module venv does not work; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }

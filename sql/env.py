@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from alembic import context
 from alembic.operations import ops
@@ -16,7 +16,7 @@ from orchestrator.store.schema import audit, metadata
 NAMED_TYPES = {LongText: "LONG_TEXT", UtcDateTime: "UTC_DATETIME", audit.c.id.type: "COUNTER"}
 
 
-def render(kind: str, item: Any, _context: object) -> str | bool:
+def render(kind: str, item: Any, _context: object) -> str | Literal[False]:
     """Python text for what Alembic would render for one database only; False leaves the rest to it."""
     if kind == "type":
         return next((name for known, name in NAMED_TYPES.items() if item is known), False)

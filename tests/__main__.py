@@ -31,7 +31,7 @@ SUMS = ("unit", "sim", "contracts")
 #: Beside the claims, how many tests each part ran.
 RAN = "ran-"
 #: More than there are processors: half of the tests mostly wait. On a large machine the servers are the limit.
-PARTS = max(4, min(os.cpu_count() or 1, 8))
+PARTS = max(5, min(os.cpu_count() or 1, 8))
 
 
 def main() -> int:
