@@ -175,9 +175,14 @@ def test_every_error_code_is_documented():
     assert error_codes() - rows("docs/errors.md").keys() == set()
 
 
-@pytest.mark.parametrize("name", [*Status, *PoolState, *(duty.name for duty in DUTIES)])
-def test_every_state_and_every_duty_is_described(name):
-    assert f"`{name}`" in TEXTS["ARCHITECTURE.md"]
+def test_every_duty_is_described_and_no_other():
+    assert rows("docs/design/leader.md").keys() == {duty.name for duty in DUTIES}
+
+
+@pytest.mark.parametrize("name", [*Status, *PoolState])
+def test_every_state_is_described(name):
+    design = [text for path, text in TEXTS.items() if path.startswith("docs/design/")]
+    assert any(f"`{name}`" in text for text in design)
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -210,6 +215,12 @@ def test_looking_changes_nothing(name):
 def test_the_index_lists_every_runbook():
     listed = set(re.findall(r"\]\(([a-z-]+\.md)\)", TEXTS["runbooks/README.md"]))
     assert {f"runbooks/{name}" for name in listed} == set(RUNBOOKS)
+
+
+def test_the_index_lists_every_design_page():
+    pages = {path for path in TEXTS if path.startswith("docs/design/")} - {"docs/design/README.md"}
+    listed = re.findall(r"^\| \[[a-z]+\]\(([a-z]+\.md)\)", TEXTS["docs/design/README.md"], re.MULTILINE)
+    assert {f"docs/design/{name}" for name in listed} == pages
 
 
 # Each check is able to fail.
