@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.placement import Ask, Cluster, Placed
+from orchestrator.placement import Ask, Cluster, Placed, too_large_for_all
 from orchestrator.pools import CHILL, OPEN, STOP, WARM, PoolArrow, PoolState
 
 #: Seconds after which it is written down again that a pool is in use, at most.
 MAX_UNNOTED_S = 10.0
+#: As many as a pool's row holds.
+REASON_CHARACTERS = 255
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def _plan(pool: PoolView, nodes: Sequence[NodeView], cluster: Cluster, load: Cou
     workers = wanted(pool) if size is None or pool.state not in OPEN else size
     assigned, lacking = _assign(pool, workers, nodes, cluster, load)
     arrow = _arrow(pool, workers)
-    reason = _reason(pool, workers, lacking, nodes)
+    reason = _reason(pool, workers, lacking, nodes, cluster)
     return Plan(pool.pool_id, workers, assigned, pool.ready, arrow, reason)
 
 
@@ -302,7 +304,7 @@ def _arrow(pool: PoolView, workers: int) -> PoolArrow | None:
     return None
 
 
-def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView]) -> str | None:
+def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView], cluster: Cluster) -> str | None:
     """What an operator should know about why the pool is not as it was asked for."""
     if pool.state is PoolState.DRAINING and pool.to_leave:
         return f"{len(pool.to_leave)} workers have not left yet"
@@ -310,9 +312,11 @@ def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView
         return None
     if lacking:
         return _no_node(pool, nodes)
+    if pool.memory_mb and (too_large := too_large_for_all(pool.ask, list(cluster.gpus()))):
+        return too_large[:REASON_CHARACTERS]
     trouble = sorted({crew.trouble for crew in pool.crews if crew.trouble})
     if trouble:
-        return trouble[0][:255]
+        return trouble[0][:REASON_CHARACTERS]
     if pool.ready < workers:
         return f"{pool.ready} of {workers} workers are ready"
     return None if workers else "idle; the next job starts it" if pool.desired else "no workers are wanted"

@@ -7,21 +7,22 @@ job: nobody is told of GPU memory whose pool is closed.
 
 from __future__ import annotations
 
-import shlex
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from orchestrator.errors import resume_command
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
-from orchestrator.placement import Ask, GpuView, Placed, Refused
-from orchestrator.placement.views import refusal
+from orchestrator.placement import Ask, GpuView, Placed, Refused, refusal, too_large_for_all
 from orchestrator.policies import WAITS_FOR_CAP
+from orchestrator.wording import telling_line
 
 #: GPUs that are shown as evidence: enough to understand it, whatever the size of the cluster.
 MOST_GPUS = 64
+#: Types of jobs that are named beside the one that nobody runs.
+MOST_TYPES = 12
 
 
 class Why(StrEnum):
@@ -131,6 +132,8 @@ def explain(facts: Facts) -> Explanation:
 
 #: What stops it is not its own: it keeps its place meanwhile.
 _STILL_IN_LINE = frozenset({Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED})
+#: Reasons that last until somebody does something.
+LASTING = frozenset({Why.POOL_CLOSED, Why.PAUSED, Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE})
 #: Reasons that end by themselves, with time or with the jobs before it.
 _PASSING = frozenset({Why.NEXT, Why.IN_LINE, Why.NOT_BEFORE, Why.RETRY_PAUSE, Why.DEFERRED, Why.CAP_FULL})
 
@@ -140,7 +143,9 @@ Found = tuple[Why, str] | None
 def _no_longer_waits(facts: Facts, status: Status) -> tuple[Why, str]:
     job = facts.job
     if status in TERMINAL:
-        return Why.ENDED, f"it ended as {status}" + (f": {job['last_error']}" if job.get("last_error") else "")
+        return Why.ENDED, f"it ended as {status}" + (
+            f": {telling_line(job['last_error'])}" if job.get("last_error") else ""
+        )
     where = f"attempt {job['attempt']} on worker {job['worker_id']}"
     if job.get("cancel_requested_at"):
         return Why.STOPPING, f"it was cancelled; {where} is being stopped"
@@ -156,14 +161,8 @@ def _pool_closed(facts: Facts) -> Found:
 def _paused(facts: Facts) -> Found:
     for key, reason in facts.pauses.items():
         told = f"an operator paused {key}" + (f": {reason}" if reason else "")
-        return Why.PAUSED, f"{told}; `{' '.join(['gpuorch queue resume', *_scope_flags(key)])}`"
+        return Why.PAUSED, f"{told}; `{resume_command(key)}`"
     return None
-
-
-def _scope_flags(key: str) -> list[str]:
-    """The flags that mean this pause, and none for that of all jobs."""
-    scope, named, name = key.partition(":")
-    return [f"--{scope}", shlex.quote(name)] if named else []
 
 
 def _blocked(facts: Facts) -> Found:
@@ -190,8 +189,9 @@ def _delayed(facts: Facts) -> Found:
         return None
     soon = f"in {facts.due_in_s:.1f} s" if facts.due_in_s > 0 else "at any moment"
     if job["wait_reason"]:
-        no_room = _no_gpu(facts)
-        return no_room or (Why.DEFERRED, f"{job['wait_reason']}; it is offered again {soon}")
+        # What was true when it was put off may be so no more; what would not let it run now is told first.
+        lasting = _no_worker(facts) or _no_handler(facts) or _no_gpu(facts)
+        return lasting or (Why.DEFERRED, f"{job['wait_reason']}; it is offered again {soon}")
     if job["attempts"]:
         failed = f"attempt {job['attempts']} of {job['max_attempts']} failed ({job['error_kind']})"
         return Why.RETRY_PAUSE, f"{failed}; the next begins {soon}"
@@ -205,8 +205,8 @@ def _no_worker(facts: Facts) -> Found:
     if facts.pool_reason:
         return Why.NO_WORKER, f"no live worker serves pool {lane}: {facts.pool_reason}"
     if facts.drained:
-        names = ", ".join(facts.drained)
-        return Why.NO_WORKER, f"no live worker serves pool {lane}; drained: {names} (gpuorch nodes resume NODE)"
+        names, one = ", ".join(facts.drained), facts.drained[0] if len(facts.drained) == 1 else "NODE"
+        return Why.NO_WORKER, f"no live worker serves pool {lane}; drained: {names} (gpuorch nodes resume {one})"
     start = f"start one: gpuorch worker --pool {lane}; if one runs, its log says why it does not come up"
     return Why.NO_WORKER, f"no live worker serves pool {lane}; {start}"
 
@@ -215,7 +215,10 @@ def _no_handler(facts: Facts) -> Found:
     if facts.able:
         return None
     kind, lane = facts.job["type"], facts.job["lane"]
-    return Why.NO_HANDLER, f"no live worker of pool {lane} has a handler for type {kind!r}; start one with --handlers"
+    known = sorted({name for team in facts.teams for name in team.types})
+    have = ", ".join(known[:MOST_TYPES]) + (", …" if len(known) > MOST_TYPES else "")
+    found = f"no live worker of pool {lane} has a handler for type {kind!r} (they have: {have or 'none'})"
+    return Why.NO_HANDLER, f"{found}; start one that has: gpuorch worker --pool {lane} --handlers MODULE"
 
 
 def _cap_full(facts: Facts) -> Found:
@@ -226,25 +229,9 @@ def _cap_full(facts: Facts) -> Found:
 def _no_gpu(facts: Facts) -> Found:
     if facts.job["cpu_fallback"] or facts.warm_slots:
         return None
-    if facts.ask and (too_large := _beyond_all(facts.ask, facts.known)):
+    if facts.ask and (too_large := too_large_for_all(facts.ask, facts.known)):
         return Why.TOO_LARGE, too_large
     return (Why.NO_GPU, facts.placement.reason) if isinstance(facts.placement, Refused) else None
-
-
-def _beyond_all(ask: Ask, known: Sequence[GpuView]) -> str | None:
-    """How it asks for more than there is on any node, were all of it free; None: some node could hold it."""
-    if not known:
-        return None
-    largest = max(known, key=lambda gpu: gpu.usable_mb)
-    each = f" on each of {ask.gpu_count} GPUs of one node" if ask.gpu_count > 1 else ""
-    wanted, help_ = f"needs {ask.memory_mb} MB{each}", "ask for less, or add a node that has it"
-    if largest.usable_mb < ask.memory_mb:
-        have = f"the largest can lease {largest.usable_mb} MB, on node {largest.node_id}"
-        return f"{wanted}, which fits no GPU that is known now: {have}; {help_}"
-    [(node, most)] = Counter(gpu.node_id for gpu in known if gpu.usable_mb >= ask.memory_mb).most_common(1)
-    if most < ask.gpu_count:
-        return f"{wanted}, and no node that is known now has so many: at most {most}, on node {node}; {help_}"
-    return None
 
 
 def _in_line(facts: Facts) -> Found:

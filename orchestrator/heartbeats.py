@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from orchestrator.leases import token_hash
-from orchestrator.store import leases, registry
+from orchestrator.store import registry, renewals
 from orchestrator.store.batcher import Batcher, Later
 from orchestrator.store.database import Database, RowsHeld, Waiting
 from orchestrator.store.registry import Told
@@ -62,7 +62,7 @@ class Heartbeats:
         return _Beat(said, time.monotonic() + self._db.settings.db_timeout_s)
 
     def _extend(self, beats: list[_Beat[str]], waiting: Waiting = Waiting.ONCE) -> list[datetime | Later | Exception]:
-        return self._write(beats, waiting, leases.heartbeats)
+        return self._write(beats, waiting, renewals.renew)
 
     def _hear(self, beats: list[_Beat[Told]], waiting: Waiting = Waiting.ONCE) -> list[Later | Exception | None]:
         return self._write(beats, waiting, registry.heartbeats)

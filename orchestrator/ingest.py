@@ -29,6 +29,7 @@ from orchestrator.errors import (
 )
 from orchestrator.jobs import NewJob
 from orchestrator.jsontext import ESCAPED
+from orchestrator.pauses import doubled
 from orchestrator.policies import Book
 from orchestrator.settings import Settings
 from orchestrator.store.database import Database
@@ -121,7 +122,7 @@ class Ingest:
         while not self._stop.is_set():
             failures = 0 if self.attempt() else failures + 1
             if failures:
-                pause = min(LATEST_S, SOONEST_S * 2.0 ** min(failures, 10))
+                pause = doubled(SOONEST_S, failures, LATEST_S)
                 self._stop.wait(pause * random.uniform(0.5, 1.0))
 
     def attempt(self) -> bool:

@@ -27,6 +27,7 @@ from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.identity import fresh_id
 from orchestrator.jsontext import canonical_json
 from orchestrator.names import OWN_KINDS, Key, Name, TypeName
+from orchestrator.pauses import doubled
 from orchestrator.ranking import MAX_PRIORITY, PRIORITY_NAMES
 from orchestrator.setting_values import RetryRule
 from orchestrator.settings import Settings
@@ -171,7 +172,7 @@ class Next:
 
 def backoff(attempts: int, policy: RetryPolicy, spin: float | None = None) -> float:
     """Seconds until the next try: exponential with full jitter, so that a crowd of failures spreads out."""
-    ceiling = min(policy.cap_s, policy.base_s * 2.0 ** min(max(attempts - 1, 0), 60))
+    ceiling = doubled(policy.base_s, attempts - 1, policy.cap_s)
     return ceiling * (random.random() if spin is None else spin)
 
 

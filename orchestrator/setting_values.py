@@ -75,14 +75,17 @@ def _redis_url(url: str) -> str:
     raise ValueError("must be redis://host:6379/0, rediss://host:6379/0 or unix:///SOCKET?db=0")
 
 
+#: Told wherever another address is refused.
+WHY_LOOPBACK = "this version has no authentication yet, so it does not listen on a network"
+
+
 def _host(host: str) -> str:
     try:
         open_to_network = host != "localhost" and not ipaddress.ip_address(host).is_loopback
     except ValueError:
         open_to_network = True
     if open_to_network:
-        why = "this version has no authentication yet, so it does not listen on a network"
-        raise ValueError(f"must be a loopback address (127.0.0.1, ::1, localhost): {why}")
+        raise ValueError(f"must be a loopback address (127.0.0.1, ::1, localhost): {WHY_LOOPBACK}")
     return host
 
 

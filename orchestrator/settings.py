@@ -49,6 +49,8 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 SECRET = frozenset({"database_url", "redis_url"})
 #: A job's lease lives so many times as long as its worker may be silent, at least.
 LEASE_OVER_TIMEOUT = 1.25
+#: Seconds; more than sessions wait for a row (a second at least), so that a row which is held is no broken connection.
+SHORTEST_HEARTBEAT_LIMIT_S = 2.0
 
 # The password runs to the LAST @, so that one with a raw @ or / is masked whole; hiding a part of the host as
 # well is the cheaper mistake.
@@ -173,6 +175,15 @@ class Settings(BaseModel):
         And by a beat longer, since slots are told a beat less: who counts as alive keeps its leases.
         """
         return max(LEASE_OVER_TIMEOUT * self.worker_timeout_s, self.worker_timeout_s + self.worker_heartbeat_s)
+
+    @property
+    def heartbeat_limit_s(self) -> float:
+        """How long a sign of life waits for the database's answer; then it is given again, once, on another connection.
+
+        A connection that died in silence is noticed by nothing else, and its worker must not die of it: a beat, which
+        is a third of the time that it may be silent, and this one, at most as long, leave a third to be heard in.
+        """
+        return min(self.db_timeout_s, max(self.worker_timeout_s / 3, SHORTEST_HEARTBEAT_LIMIT_S))
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for key, value in super().__repr_args__():

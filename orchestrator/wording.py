@@ -1,4 +1,4 @@
-"""What is wrong with a value, in our own words: what is allowed, whatever library found it out."""
+"""What is wrong, in words for people: with a value, whatever library found it; of an error, the line that says it."""
 
 from __future__ import annotations
 
@@ -64,3 +64,15 @@ def in_our_words(found: Mapping[str, Any]) -> str:
     if kind == "string_pattern_mismatch":
         return f"must be made of {ALPHABETS.get(about['pattern'], about['pattern'])}"
     return _WORDS[kind].format(**about) if kind in _WORDS else str(found["msg"])
+
+
+def telling_line(text: str) -> str:
+    """Of an error the line that says what went wrong: the first of its message, which may have several."""
+    # Traces of a group of exceptions stand behind a bar; those of its members are further in.
+    inside = (line.removeprefix("  | ") for line in text.splitlines())
+    lines = [line for line in inside if line.strip()]
+    frames = [n for n, line in enumerate(lines) if line.startswith('  File "')]
+    if not frames:
+        return lines[0].strip() if lines else text
+    # A trace that was cut has nothing after it.
+    return next((line.strip() for line in lines[frames[-1] :] if not line[0].isspace()), lines[-1].strip())

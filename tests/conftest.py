@@ -25,6 +25,7 @@ from orchestrator.settings import Settings
 from orchestrator.store import schema
 from orchestrator.store.database import Database
 from orchestrator.stream.hub import Hub
+from tests import status_writes
 from tests.gpu.driver import MissingCompilerError, build
 from tests.servers import MariaDB, MissingBinaryError, Redis, Server, Valkey, find_binary, memory
 from tests.tables import make_tables
@@ -56,6 +57,7 @@ def pytest_configure() -> None:
         # Where pytest makes the folders of tests; by such a name they are removed when their tests are gone.
         os.environ["PYTEST_DEBUG_TEMPROOT"] = mkdtemp(prefix=f"orch-pytest-{os.getpid()}-", dir=Server.home)
     _hear_signals()
+    status_writes.watch()
 
 
 # --- servers ---

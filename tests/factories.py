@@ -17,7 +17,7 @@ from orchestrator.jobs import ErrorKind, NewJob, RetryPolicy, Status
 from orchestrator.leases import ResidentSlot, Terms, token_hash
 from orchestrator.placement import Policy
 from orchestrator.policies import Book
-from orchestrator.store import audit, inventory, leases, nodes, schema
+from orchestrator.store import audit, inventory, nodes, renewals, schema
 from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import Database
@@ -309,7 +309,7 @@ def traffic(db: Database) -> Iterator[Traffic]:
 
 def heartbeat(db: Database, token: str) -> datetime:
     """Of a client's lease: until when it lives now. Raises why it does not."""
-    (answer,) = db.write(lambda conn: leases.heartbeats(conn, [token_hash(token)]))
+    (answer,) = db.write(lambda conn: renewals.renew(conn, [token_hash(token)]))
     if isinstance(answer, Exception):
         raise answer
     return answer

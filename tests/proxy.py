@@ -3,6 +3,7 @@
     with Proxy(server.port) as proxy:
         proxy.port
         proxy.stall()            # half-open: connections stay, nothing moves in either direction
+        proxy.strand()           # the same for good, but only for the connections there are: new ones work
         proxy.swallow_replies()  # requests arrive, answers get lost
         proxy.lose_reply()       # the next answer gets lost and its connection ends; then all is well
         proxy.cut()              # every connection ends, new ones are welcome
@@ -26,6 +27,7 @@ class _Link:
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client, self.server = client, server
         self.harmed = False
+        self.stranded = False
 
     def close(self) -> None:
         for side in (self.client, self.server):
@@ -54,6 +56,11 @@ class Proxy:
 
     def stall(self) -> None:
         self._set("stall")
+
+    def strand(self) -> None:
+        with self._lock:
+            for link in self._links:
+                link.harmed = link.stranded = True
 
     def swallow_replies(self) -> None:
         self._set("swallow")
@@ -126,10 +133,10 @@ class Proxy:
     def _pump(self, link: _Link, source: socket.socket, sink: socket.socket, replies: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if self._mode == "stall":
+                if self._stalls(link):
                     link.harmed = True
                     with self._lock:
-                        self._lock.wait_for(lambda: self._mode != "stall" or link not in self._links)
+                        self._lock.wait_for(lambda: not self._stalls(link) or link not in self._links)
                     break  # what was held back is lost
                 if self._mode == "slow":
                     with self._lock:
@@ -146,3 +153,6 @@ class Proxy:
                     break
                 sink.sendall(data)
         link.close()
+
+    def _stalls(self, link: _Link) -> bool:
+        return link.stranded or self._mode == "stall"

@@ -16,7 +16,8 @@ from itertools import takewhile
 
 from orchestrator.batching import Seats
 from orchestrator.dead_letters import DeadLetter
-from orchestrator.errors import DatabaseUnavailable, Unavailable
+from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, Unavailable
+from orchestrator.pauses import doubled
 from orchestrator.settings import Settings
 from orchestrator.store import outbox
 from orchestrator.store.claim import Claim, NotClaimed
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_LINGER_S = 0.01
 #: Longest pause between tries while a server is away.
 MAX_PAUSE_S = 2.0
+#: Seconds for which no read succeeds until that is told: a server that restarts takes less.
+TOLD_AFTER_S = 5.0
 #: Seconds between looks whether a heartbeat came through at last.
 UNVOUCHED_PAUSE_S = 0.05
 
@@ -77,6 +80,8 @@ class Intake:
         self.backlogged = False
         #: Entries that were read, and not yet claimed or let go.
         self._unanswered: list[Entry] = []
+        #: Since when Redis keeps it from taking jobs in, and how. Who has no slot free is kept by nothing.
+        self._failing: tuple[float, RedisUnavailable] | None = None
         self._claim_s = 0.0  # how long the last claim took
         # A claim waits while ends are written, however long the database is away; then it is asked for again.
         self._patience_s = 10 * settings.db_timeout_s
@@ -98,6 +103,14 @@ class Intake:
         self._asks = self._asks and self._reader.ear.interrupt()
 
     @property
+    def trouble(self) -> str | None:
+        """Why no jobs come, when that lasts: heartbeats go to another server, and would call this worker well."""
+        failing = self._failing
+        if failing is None or self._stop.is_set() or time.monotonic() - failing[0] < TOLD_AFTER_S:
+            return None
+        return f"cannot read jobs from Redis: run `gpuorch doctor` on this node (runbook redis-lost): {failing[1]}"
+
+    @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
@@ -109,10 +122,12 @@ class Intake:
         while not self._stop.is_set():
             try:
                 self._step()
-                failures = 0
+                failures, self._failing = 0, None
             except Unavailable as away:
                 failures += 1
-                pause = random.uniform(0.5, 1.0) * min(0.1 * 2**failures, MAX_PAUSE_S)
+                since = self._failing[0] if self._failing else time.monotonic()
+                self._failing = (since, away) if isinstance(away, RedisUnavailable) else None
+                pause = random.uniform(0.5, 1.0) * doubled(0.1, failures, MAX_PAUSE_S)
                 log.warning("intake pauses", extra={"pause_s": round(pause, 2), "error": str(away)})
                 self._stop.wait(pause)
             except Exception:

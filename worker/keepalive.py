@@ -249,9 +249,9 @@ class Keepalive:
             self._on_found(findings)
 
     def _try(self, what: str, work: Callable[[Connection], T]) -> T | None:
-        """Write what may miss a beat: nobody is given up for it."""
+        """Write what may miss a beat: nobody is given up for it, and no beat waits for a second try."""
         try:
-            return self._db.write(work, self._patience_s)
+            return self._db.write(work, self._patience_s, again_when_late=False)
         except OrchestratorError as error:
             log.warning("not written", extra={"item": what, "error": str(error)})
         except Exception:

@@ -18,6 +18,7 @@ from orchestrator.telemetry import tracing
 from worker.acknowledger import Acknowledger
 from worker.custody import end_processes
 from worker.doorbell import Listener
+from worker.heart import Heart
 from worker.keepalive import Keepalive
 from worker.nursery import Nursery
 from worker.starts import Starts
@@ -46,9 +47,8 @@ class Node:
         self._stop_tracing: Callable[[], None] = lambda: None
         backend = backends.choose(settings.gpu_backend, self.node_id, settings.data_dir)
         self.gpus = Watch(backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
-        # A connection of its own: however many posts write at once, no heartbeat waits for one of theirs to be free.
-        self._heart = Database(settings.model_copy(update={"db_pool_size": 1}))
-        self.keepalive = Keepalive(self._heart, self.node_id, self.gpus, settings, self._found)
+        self.heart = Heart(settings)
+        self.keepalive = Keepalive(self.heart, self.node_id, self.gpus, settings, self._found)
         self._rang = rang
         self._bell = Listener(self.hub.doorbell(), settings, self._hear)
 
@@ -68,7 +68,7 @@ class Node:
         self.acknowledger.close(self.settings.redis_timeout_s)
         self.gpus.close()
         self.hub.close()
-        self._heart.close()
+        self.heart.close()
         self.db.close()
         self._stop_tracing()
 

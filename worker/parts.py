@@ -318,4 +318,5 @@ class Parts:
             self._publisher.nudge(lane)
 
     def _beat(self) -> Beat:
-        return self._standing.beat(self.slots, self.preloader, self._held.job_ids(), draining=self.draining)
+        held = self._held.job_ids()
+        return self._standing.beat(self.slots, self.preloader, self.intake, held, draining=self.draining)

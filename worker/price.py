@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from orchestrator.errors import KubernetesUnavailable
 from orchestrator.kubernetes import Kubernetes, Pod
+from orchestrator.pauses import doubled
 from orchestrator.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -70,4 +71,4 @@ class PriceTag:
             log.warning("deletion cost not written", extra={"error": str(refused), "runbook": "scaling"})
         else:
             self._told, self._failures = wanted, 0
-        self._rest_until = now + min(REST_S * 2**self._failures, LONGEST_REST_S)
+        self._rest_until = now + doubled(REST_S, self._failures, LONGEST_REST_S)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.leases import ResidentSlot
+from orchestrator.pauses import doubled
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
 from orchestrator.telemetry import logs
@@ -312,7 +313,7 @@ class SlotPool(Roster):
     def _fail_to_start(self, why: str, trace: str | None = None) -> None:
         """The trace is told once for all slots and tries that fail alike; each of them in a line."""
         self._failures += 1
-        delay = min(0.5 * 2 ** (self._failures - 1), MAX_RESPAWN_DELAY_S)
+        delay = doubled(0.5, self._failures - 1, MAX_RESPAWN_DELAY_S)
         self._respawn_at = time.monotonic() + delay
         self.trouble = f"{why}; next try in {delay:g} s"
         news = None if trace in (None, self._traced) else DoesNotLoad(f"\n{trace}")

@@ -11,6 +11,7 @@ from orchestrator.jobs import BURY, FAIL, FINISH, RETRY, SKIP
 from orchestrator.store.claim import Claim
 from orchestrator.store.nodes import Beat
 from orchestrator.store.settle import Settled
+from worker.intake import Intake
 from worker.preload import Preloader
 from worker.run import Batch
 from worker.slots import SlotPool
@@ -47,7 +48,15 @@ class Standing:
     def loaded(self, seconds: float) -> None:
         self._load_s = seconds if self._load_s is None else (self._load_s + seconds) / 2
 
-    def beat(self, slots: SlotPool, preloader: Preloader | None, held: Collection[str], *, draining: bool) -> Beat:
+    def beat(
+        self,
+        slots: SlotPool,
+        preloader: Preloader | None,
+        intake: Intake,
+        held: Collection[str],
+        *,
+        draining: bool,
+    ) -> Beat:
         return Beat(
             busy=slots.busy(),
             done=self._done,
@@ -58,7 +67,7 @@ class Standing:
             resident=slots.resident(),
             slots=slots.count,
             ready=slots.usable(),
-            trouble=slots.late or (preloader and preloader.trouble) or slots.trouble,
+            trouble=slots.late or (preloader and preloader.trouble) or slots.trouble or intake.trouble,
             blocked=preloader is not None and preloader.blocked,
             load_seconds=self._load_s,
             batch_sizes=batch_sizes.to_text(self._batch_sizes),

@@ -127,7 +127,8 @@ class Supervisor:
         try:
             if self._drain.is_set():
                 self._give_up_node()
-            self._duties, self._node_leave_s = self._db.write(self._read)
+            # It says that this node runs its pools, too.
+            self._duties, self._node_leave_s = self._node.heart.write(self._read)
         except Unavailable as away:
             log.warning("orders unknown", extra={"error": str(away)})
         except Exception:

@@ -14,7 +14,7 @@ from orchestrator.errors import InvalidInput
 from orchestrator.leases import Denied, Granted, LeaseRequest
 from orchestrator.names import Name
 from orchestrator.settings import Settings
-from orchestrator.store import leases
+from orchestrator.store import lease_reads, leases
 
 router = APIRouter(prefix="/leases", tags=["leases"])
 
@@ -60,7 +60,7 @@ async def page(api: Api, query: Annotated[PageQuery, Query()]) -> Json:
 
     `next_cursor` is null at the end.
     """
-    found, following = await api.read(lambda conn: leases.page(conn, query.limit, query.cursor))
+    found, following = await api.read(lambda conn: lease_reads.page(conn, query.limit, query.cursor))
     return Json({"leases": found, "next_cursor": following})
 
 

@@ -167,9 +167,21 @@ def _headers(error: OrchestratorError) -> dict[str, str]:
     return {"Connection": "close"} if isinstance(error, BodyTooSlow) else {}
 
 
-async def _ours(_request: Request, error: Exception) -> Json:
+async def _ours(request: Request, error: Exception) -> Json:
     assert isinstance(error, OrchestratorError)
+    if isinstance(error, errors.NotFound) and (others := _other_methods(request)):
+        return await _framework(request, HTTPException(405, headers={"Allow": ", ".join(sorted(others))}))
     return reply_to(error)
+
+
+def _other_methods(request: Request) -> set[str]:
+    """Methods of this very path, if the one that was used is none of them.
+
+    Such a path was taken for somebody's id: GET /jobs/submit asks for the job `submit`, which there may be.
+    """
+    path = request.scope["path"]
+    methods = {method for route in request.app.routes if route.path == path for method in route.methods}
+    return set() if request.method in methods else methods
 
 
 async def _validation(_request: Request, error: Exception) -> Json:

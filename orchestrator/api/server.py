@@ -7,6 +7,7 @@ waits for jobs; what was accepted is committed before the database is closed.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import signal
 import socket
@@ -22,6 +23,7 @@ from orchestrator.api.app import create_app
 from orchestrator.api.problems import FRAMEWORK_CODES, problem, reply
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import ConfigError
+from orchestrator.setting_values import WHY_LOOPBACK
 from orchestrator.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,15 @@ def serve(settings: Settings, ready: Ready | None = None, stopping: Stopping | N
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; nothing else has been started when it fails. Settings allow loopback addresses only."""
+    """A bound socket; nothing else has been started when it fails.
+
+    Without keys it must be a loopback address. Settings see to addresses, but what a name means is said elsewhere.
+    """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not ipaddress.ip_address(address[0]).is_loopback:
+            hint = "mend /etc/hosts, or choose an address with --host 127.0.0.1 or ORCH_HOST"
+            raise ConfigError(f"{host} is {address[0]} here, which is no loopback address: {WHY_LOOPBACK}; {hint}")
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

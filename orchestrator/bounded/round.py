@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from orchestrator.bounded.flow import Call, Flow, Item, Result
 from orchestrator.errors import NoThreads
+from orchestrator.pauses import doubled
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Retrying:
         if tries > self._retries or (self._worth is not None and not self._worth(error)):
             return None
         # Never more than asked for, and not all who failed at the same moment.
-        return min(self._backoff_s * 2.0 ** min(tries - 1, 60), BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
+        return doubled(self._backoff_s, tries - 1, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
 
 
 class Round(Generic[Item, Result]):

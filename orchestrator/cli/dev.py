@@ -24,7 +24,7 @@ from orchestrator.cli.schema import opened, upgrade
 from orchestrator.cli.servers import run_api, stop_on_sigterm, undisturbed
 from orchestrator.client.paths import DEFAULT_URL, URL_VARIABLE
 from orchestrator.config import Loaded
-from orchestrator.embedded import DataDir, Valkey
+from orchestrator.embedded import DataDir, Valkey, database_file
 from orchestrator.errors import ConfigError
 from orchestrator.modules import require_modules
 from orchestrator.settings import Settings
@@ -71,10 +71,6 @@ def _refuse_with(worker: WorkerChild) -> None:
     """Its signal ends us like a Ctrl-C, but then something is wrong."""
     if worker.refused:
         raise ConfigError("the worker refuses to run; what it says above tells why")
-
-
-def database_file(data_dir: Path) -> Path:
-    return data_dir / "orchestrator.db"
 
 
 @contextmanager

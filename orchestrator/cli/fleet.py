@@ -23,6 +23,7 @@ _WORKERS = (
     "status",
     "slots",
     "busy",
+    "trouble",
     "jobs_done",
     "jobs_failed",
     "heartbeat_age_seconds",

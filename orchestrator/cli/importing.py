@@ -25,7 +25,7 @@ from orchestrator.cli.progress import Pace, Progress, duration
 from orchestrator.client.api import Api
 from orchestrator.client.importing import NAME_CHARACTERS, THREADS, Importing, Line, Refusal, Settled, name_of, read
 from orchestrator.client.submitting import PATIENCE_S
-from orchestrator.errors import ConfigError, OrchestratorError, Unavailable
+from orchestrator.errors import ConfigError, InvalidInput, OrchestratorError, Unavailable
 from orchestrator.names import is_name
 
 #: Seconds between two lines about the progress where there is no terminal, and between two bars where there is one.
@@ -109,6 +109,8 @@ def import_jobs(
             pass  # `signals` knows
         except ConfigError as wrong:
             raise click.UsageError(str(wrong)) from None
+        except InvalidInput:
+            raise  # nothing was begun that could be gone on with
         except OrchestratorError as failed:
             error = failed
     return _end(report, signals.number, error, as_json=as_json)

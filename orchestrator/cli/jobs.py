@@ -12,7 +12,7 @@ from orchestrator.cli.describing import named_priority, with_job
 from orchestrator.cli.http import with_api
 from orchestrator.cli.importing import import_jobs
 from orchestrator.cli.options import JobId, as_json
-from orchestrator.cli.output import print_events, print_json, print_record, print_table, tell_of_next
+from orchestrator.cli.output import print_events, print_json, print_record, print_table, printable, tell_of_next
 from orchestrator.cli.pages import filled
 from orchestrator.client.answers import Job
 from orchestrator.client.api import Api
@@ -44,16 +44,21 @@ jobs.add_command(import_jobs)
     show_default=True,
     help="Seconds to wait when the server says to come again later.",
 )
+@click.option("--wait", "waits", is_flag=True, help="Until it has ended, with the exit codes of jobs wait.")
 @with_api
 @as_json
-def submit(api: Api, *, job: dict[str, Any], patience_s: float, as_json: bool) -> None:
+def submit(api: Api, *, job: dict[str, Any], patience_s: float, waits: bool, as_json: bool) -> int:
     """Submit a job of TYPE and print its id."""
-    answer = Submitting(api, patience_s, lambda reason: click.echo(f"waiting: {reason}", err=True)).one(job)
-    if as_json:
-        print_json(answer)
-    else:
+    limit = f"trying for up to {patience_s:g} s (--patience)"
+    answer = Submitting(api, patience_s, lambda reason: _tell_why(f"{reason}; {limit}")).one(job)
+    if not as_json:
         known = "" if answer.get("created", True) else " (was submitted before)"
         click.echo(f"{answer['job_id']}  {answer['status']}{known}")
+    elif waits:
+        click.echo(answer["job_id"], err=True)  # for whoever does not wait to the end
+    else:
+        print_json(answer)
+    return _wait_and_show(api, answer["job_id"], None, as_json=as_json) if waits else 0
 
 
 @jobs.command()
@@ -73,11 +78,7 @@ def get(api: Api, job_id: str, *, wait_s: float, as_json: bool) -> None:
 @as_json
 def wait(api: Api, job_id: str, *, timeout_s: float | None, as_json: bool) -> int:
     """Wait until a job has ended; exit 0 when it is done or skipped, 1 otherwise."""
-    job = _waited(api, job_id, timeout_s)
-    _show(job, as_json=as_json)
-    if job["status"] not in TERMINAL:
-        click.echo(f"gpuorch: {job_id} has not ended within {timeout_s or 0:g} s; it goes on", err=True)
-    return 0 if job["status"] in {Status.DONE, Status.SKIPPED} else 1
+    return _wait_and_show(api, job_id, timeout_s, as_json=as_json)
 
 
 @jobs.command("list")
@@ -216,13 +217,26 @@ def _cancelled(answer: dict[str, Any]) -> str:
     return _line(answer) + ("" if answer["status"] == Status.CANCELLED else " (its worker was asked to stop it)")
 
 
+def _wait_and_show(api: Api, job_id: str, timeout_s: float | None, *, as_json: bool) -> int:
+    """The exit code: 0 when it is done or skipped."""
+    job = _waited(api, job_id, timeout_s)
+    _show(job, as_json=as_json)
+    if job["status"] not in TERMINAL:
+        click.echo(f"gpuorch: {job_id} has not ended within {timeout_s or 0:g} s; it goes on", err=True)
+    return 0 if job["status"] in {Status.DONE, Status.SKIPPED} else 1
+
+
 def _waited(api: Api, job_id: str, timeout_s: float | None) -> Job:
     """The job once it has ended, or as it is when the time is over. A server that restarts meanwhile is waited for."""
     found = JobsOf(api, PATIENCE_S)
     try:
-        return found.get(job_id) if timeout_s == 0 else found.wait(job_id, timeout_s)
+        return found.get(job_id) if timeout_s == 0 else found.wait(job_id, timeout_s, on_wait=_tell_why)
     except NotEnded:
         return found.get(job_id)
+
+
+def _tell_why(reason: str) -> None:
+    click.echo(f"waiting: {printable(reason)}", err=True)
 
 
 def _show(job: Job, *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from orchestrator.cli.style import STATUS_COLOURS, columns, cut, fit, painted, width_of
+from orchestrator.wording import telling_line
 
 #: Free text is not cut below this width, nor the heading of a column below the other.
 MIN_WIDTH, MIN_HEADING = 10, 6
@@ -148,17 +149,6 @@ def cell(value: object) -> str:
     if isinstance(value, Mapping) and isinstance(value.get("error"), str):
         return printable({**value, "error": telling_line(value["error"])})
     return printable(value)
-
-
-def telling_line(text: str) -> str:
-    """Of an error the line that says what went wrong: the first of its message, which may have several."""
-    # Traces of a group of exceptions stand behind a bar; those of its members are further in.
-    lines = [line.removeprefix("  | ") for line in text.splitlines() if line.strip()]
-    frames = [n for n, line in enumerate(lines) if line.startswith('  File "')]
-    if not frames:
-        return lines[0].strip() if lines else text
-    # A trace that was cut has nothing after it.
-    return next((line.strip() for line in lines[frames[-1] :] if not line[0].isspace()), lines[-1].strip())
 
 
 def printable(value: object) -> str:

@@ -16,7 +16,7 @@ from orchestrator.cli.output import print_json, print_record, print_table, print
 from orchestrator.cli.progress import Progress
 from orchestrator.client.api import Api
 from orchestrator.client.paths import pool_path
-from orchestrator.pools import MAX_WORKERS
+from orchestrator.pools import CLOSED, MAX_WORKERS, PoolState
 
 _LISTED = ("pool_id", "status", "desired_workers", "spawned_workers", "running", "model_id", "type", "status_reason")
 _MEMBERS = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble")
@@ -75,7 +75,7 @@ def _metadata(_context: click.Context, _parameter: click.Parameter, text: str | 
 @click.option("--agent", "agent_name", help="Whose pool it is.")
 @click.option("--provider", type=click.Choice(["local", "external", "kubernetes"]), help="Who starts its workers.")
 @click.option("--metadata", callback=_metadata, metavar="JSON", help="An object that is kept with it.")
-@click.option("--wait", "waits", is_flag=True, help="Until it is running; exit 1 if it will not.")
+@click.option("--wait", "waits", is_flag=True, help="Until it is running, however long; exit 1 if it is closed first.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Seconds to --wait at most; then exit 1.")
 @with_api
 @as_json
@@ -85,6 +85,7 @@ def create(api: Api, pool_id: str | None, *, waits: bool, timeout_s: float | Non
         raise click.UsageError("--timeout needs --wait")
     pool: Pool = api.post("/workers/pool", _given(pool_id=pool_id, **fields))
     if waits:
+        _tell_of_waiting(pool, timeout_s)
         pool = _wait(api, pool, "starting", _warming, timeout_s)
     _show(pool, as_json=as_json)
     return REFUSED if waits and pool["status"] != "running" else 0
@@ -155,9 +156,10 @@ def swap(api: Api, pool_id: str, *, as_json: bool, **fields: Any) -> None:
 def drain(api: Api, pool_id: str, *, timeout: float | None, waits: bool, as_json: bool) -> None:
     """Start no more jobs of it, let those that run end, and stop its workers."""
     pool: Pool = api.post("/control/drain_pool", _given(pool_id=pool_id, timeout_seconds=timeout))
+    was_closed = pool["status"] in CLOSED
     if waits:
         pool = _wait(api, pool, "draining", _Draining())
-    _show(pool, as_json=as_json)
+    _show(pool, as_json=as_json, already=was_closed)
 
 
 @pools.command()
@@ -166,7 +168,8 @@ def drain(api: Api, pool_id: str, *, timeout: float | None, waits: bool, as_json
 @as_json
 def evict(api: Api, pool_id: str, *, as_json: bool) -> None:
     """End it now; jobs that run are handed back, uncharged."""
-    _show(api.post("/control/evict_pool", {"pool_id": pool_id}), as_json=as_json)
+    pool: Pool = api.post("/control/evict_pool", {"pool_id": pool_id})
+    _show(pool, as_json=as_json, already=pool["status"] == PoolState.STOPPED)
 
 
 @pools.command()
@@ -199,12 +202,23 @@ def _limits(pool: Pool) -> str:
     return f" ({told})" if told else ""
 
 
-def _show(pool: Pool, *, as_json: bool) -> None:
+def _show(pool: Pool, *, as_json: bool, already: bool = False) -> None:
     if as_json:
         print_json(pool)
     else:
         why = f"  {printable(pool['status_reason'])}" if pool.get("status_reason") else ""
-        click.echo(f"{pool['pool_id']}  {pool['status']}{why}")
+        click.echo(f"{pool['pool_id']}  {pool['status']}{' already' if already else ''}{why}")
+
+
+def _tell_of_waiting(pool: Pool, timeout_s: float | None) -> None:
+    """It may be for ever: a node that has the handler need not come."""
+    if pool["status"] != "starting":
+        return
+    runs = f"waiting until {pool['pool_id']} is running"
+    if timeout_s is None:
+        click.echo(f"{runs}; Ctrl-C ends the wait, and --timeout SECONDS would: the pool stays", err=True)
+    else:
+        click.echo(f"{runs}, {timeout_s:g} s at most; Ctrl-C ends the wait: the pool stays", err=True)
 
 
 def _wait(

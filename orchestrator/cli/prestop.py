@@ -15,6 +15,7 @@ from orchestrator.identity import WORKER_PROCESS
 LOOK_EVERY_S = 0.1
 #: Seconds that a worker may need from its start until it can be told.
 START_S = 10.0
+_HOW = "name the worker's with --pid; it is the number in its id, host:pid:nonce (gpuorch workers list)"
 
 
 @click.command()
@@ -45,9 +46,9 @@ def _tell(pid: int, deadline: float) -> None:
             os.kill(pid, signal.SIGUSR1)
             return
         if time.monotonic() >= deadline:
-            raise click.ClickException(f"process {pid} is no gpuorch worker that can be drained; name it with --pid")
+            raise click.ClickException(f"process {pid} is no gpuorch worker that can be drained; {_HOW}")
         time.sleep(LOOK_EVERY_S)
-    raise click.ClickException(f"no process {pid}; name the worker's with --pid")
+    raise click.ClickException(f"no process {pid}; {_HOW}")
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -182,9 +182,10 @@ def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: 
     It needs the database and Redis, nothing else: retries and delayed jobs come due by its own doing when nobody else
     leads. Without a --database-url and a --redis-url it works on --data-dir, as gpuorch dev does.
     """
-    from orchestrator.cli.dev import database_file, own_servers
+    from orchestrator.cli.dev import own_servers
     from orchestrator.cli.draining import run_here
     from orchestrator.cli.servers import stop_on_sigterm
+    from orchestrator.embedded import database_file
     from orchestrator.modules import require_modules
     from orchestrator.telemetry import logs
 

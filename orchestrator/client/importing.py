@@ -108,7 +108,10 @@ def job_id_of(name: str, number: int, raw: bytes) -> str:
 
 
 def read(file: IO[bytes], first: int = 1) -> Iterator[Line]:
-    """Lines from this number on. One that is too long is passed over in pieces, not held."""
+    """Lines from this number on. One that is too long is passed over in pieces, not held.
+
+    Raises InvalidInput when that is not even the line behind the last one: nobody stopped there.
+    """
     number = offset = 0
     while piece := file.readline(LINE_BYTES + 1):
         number += 1
@@ -119,6 +122,8 @@ def read(file: IO[bytes], first: int = 1) -> Iterator[Line]:
             offset += len(piece)
         if number >= first:
             yield Line(number, raw.strip(_BLANK), offset, too_long)
+    if first > number + 1:
+        raise InvalidInput(f"there are only {number} lines: none can be read from line {first} on")
 
 
 def encode(line: Line, name: str | None) -> Encoded:

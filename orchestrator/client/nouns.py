@@ -34,12 +34,14 @@ from orchestrator.client.patience import Patience
 from orchestrator.client.steps import BULK_S, NOTHING, TIMEOUT_S, Emit, Emits, Operation, Pause, Request
 from orchestrator.client.submitting import PATIENCE_S, JobBody, Submitting
 from orchestrator.client.submitting import Jobs as Many
-from orchestrator.errors import JobNotFound
+from orchestrator.errors import JobNotFound, OrchestratorError
 from orchestrator.jobs import TERMINAL
 from orchestrator.workflows import new_workflow_id
 
 #: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.
 POLL_S = 25.0
+#: Seconds after which whoever waits for a job may wonder why.
+WONDER_S = 3.0
 #: Jobs that one request asks about, and the seconds it waits where there are more: the others have their turn.
 ASK_ABOUT, TURN_S = 1000, 1.0
 #: Seconds between two looks at a workflow: the first, and at most.
@@ -128,20 +130,34 @@ class JobsOf(Polite[Door]):
         return self._read(job_path(job_id))
 
     @operation
-    def wait(self, job_id: str, timeout_s: float | None = None) -> Operation[Job]:
+    def wait(
+        self, job_id: str, timeout_s: float | None = None, *, on_wait: Callable[[str], None] | None = None
+    ) -> Operation[Job]:
         """The record once the job has ended, however it did. Raises NotEnded when that takes longer than `timeout_s`.
 
-        A server that restarts meanwhile is waited for, as long as the client has patience.
+        A server that restarts meanwhile is waited for, as long as the client has patience. `on_wait` is told each
+        reason for which the job does not run that differs from the last, unless it passes by itself.
         """
         deadline = _deadline(timeout_s)
+        poll_s, told = (WONDER_S if on_wait else POLL_S), None
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
-            wait_s = min(POLL_S, left_s)
+            wait_s = min(poll_s, left_s)
             job: Job = yield from self._read(job_path(job_id), {"wait": f"{wait_s:.3f}"}, wait_s, left_s)
             if job["status"] in TERMINAL:
                 return job
             if time.monotonic() >= deadline:
                 raise NotEnded([job_id], 1, timeout_s or 0.0)
+            poll_s = POLL_S
+            if on_wait and job["status"] == "pending":
+                left_s = max(deadline - time.monotonic(), 0.0)
+                try:
+                    answer: Explanation = yield from self._read(job_path(job_id, "explain"), left_s=left_s)
+                except OrchestratorError:
+                    continue  # what is wrong, if it lasts, the next look at the job tells
+                if _lasts(answer) and answer["message"] != told:
+                    told = answer["message"]
+                    on_wait(told)
 
     @streaming
     def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Emits[Job]:
@@ -363,6 +379,13 @@ class WorkflowsOf(Polite[Door]):
     def rerun(self, workflow_id: str, task: str) -> Operation[Workflow]:
         """Run a task again, with all that follow from it. Not repeated when its answer is lost."""
         return self._post(workflow_path(workflow_id, "rerun"), {"task": task}, repeatable=False)
+
+
+def _lasts(answer: Explanation) -> bool:
+    """Whether this keeps the job waiting until somebody does something."""
+    from orchestrator.explanation import LASTING  # with all that placement is made of: most callers never get here
+
+    return answer["status"] == "pending" and answer["reason"] in LASTING
 
 
 def _deadline(timeout_s: float | None) -> float:

@@ -34,7 +34,7 @@ from orchestrator.store import (
     gatekeeper,
     gates,
     leadership,
-    leases,
+    lease_purge,
     nodes,
     outbox,
     ownership,
@@ -79,7 +79,7 @@ _DUE = leadership.question(outbox.DELAYED_AND_DUE)
 _SILENT = leadership.question(nodes.SILENT)
 _OF_HTTP_WORKERS = leadership.question(reports.HELD)
 _CAPS = leadership.question(*caps.CONCERNED)
-_LEASES = leadership.question(leases.DUE, leases.SPENT, leases.ENDED_LONG_AGO)
+_LEASES = leadership.question(lease_purge.DUE, lease_purge.SPENT, lease_purge.ENDED_LONG_AGO)
 _OVERDUE = leadership.question(withdraw.OVERDUE)
 _GATES = leadership.question(*gatekeeper.CONCERNED)
 _UNTOLD = leadership.question(dead_letters.UNTOLD)
@@ -167,8 +167,8 @@ def purge_leases(context: DutyContext) -> int:
     """End leases whose holder stopped renewing them, and forget those that ended long ago."""
     if not context.term.finds(_LEASES, ended_since_s=-KEEP_ENDED_LEASES_S):
         return 0
-    ended = context.apart.write(partial(leases.purge, limit=BATCH, stale_s=context.settings.gpu_stale_s))
-    forgotten = context.apart.write(partial(leases.forget, keep_s=KEEP_ENDED_LEASES_S, limit=BATCH))
+    ended = context.apart.write(partial(lease_purge.purge, limit=BATCH, stale_s=context.settings.gpu_stale_s))
+    forgotten = context.apart.write(partial(lease_purge.forget, keep_s=KEEP_ENDED_LEASES_S, limit=BATCH))
     return max(ended, forgotten)
 
 
@@ -224,7 +224,8 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     An entry whose job is owned by a living worker stays. One whose job still waits was read by somebody who died
     before claiming it: the job is announced anew. One whose job is over goes.
     """
-    idle = lane.take_idle(context.cursors.get(lane.name, "0-0"), context.settings.claim_idle_ms, BATCH)
+    cursor = context.cursors.get(lane.name, "0-0")
+    idle = lane.take_idle(context.term.epoch, cursor, context.settings.claim_idle_ms, BATCH)
     context.cursors[lane.name] = idle.cursor
     if idle.deleted:  # `repair` finds the jobs that waited behind them
         log.warning("entries vanished from the stream", extra={"pool_id": lane.name, "entries": len(idle.deleted)})
@@ -336,7 +337,7 @@ def tell_dead_letters(context: DutyContext) -> int:
         return 0
     # Read under the term: a leader that was replaced must not tell what its successor tells.
     untold = context.term.write(lambda conn: dead_letters.untold(conn, BATCH))
-    entries = context.hub.bury([item.letter for item in untold])
+    entries = context.hub.bury_as_leader(context.term.epoch, [item.letter for item in untold])
     told = dict(zip(untold, entries, strict=True))
     gone = context.term.write(lambda conn: dead_letters.told(conn, told)) if told else []
     context.hub.unbury(gone)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -107,6 +109,22 @@ def _out_of_service(gpu: GpuView) -> tuple[Reason, str]:
     if gpu.health != "ok":
         return Reason.UNHEALTHY, f"it is {gpu.health}"
     return Reason.GATE_CLOSED, "its gate is closed: its memory was over the limit lately"
+
+
+def too_large_for_all(ask: Ask, known: Sequence[GpuView]) -> str | None:
+    """How it asks for more than there is on any node, were all of it free; None: some node could hold it."""
+    if not known:
+        return None
+    largest = max(known, key=lambda gpu: gpu.usable_mb)
+    each = f" on each of {ask.gpu_count} GPUs of one node" if ask.gpu_count > 1 else ""
+    wanted, help_ = f"needs {ask.memory_mb} MB{each}", "ask for less, or add a node that has it"
+    if largest.usable_mb < ask.memory_mb:
+        have = f"the largest can lease {largest.usable_mb} MB, on node {largest.node_id}"
+        return f"{wanted}, which fits no GPU that is known now: {have}; {help_}"
+    [(node, most)] = Counter(gpu.node_id for gpu in known if gpu.usable_mb >= ask.memory_mb).most_common(1)
+    if most < ask.gpu_count:
+        return f"{wanted}, and no node that is known now has so many: at most {most}, on node {node}; {help_}"
+    return None
 
 
 def host_refusal(host: HostView, ask: Ask) -> tuple[Reason, str] | None:

@@ -45,7 +45,7 @@ def park(conn: Connection, job_ids: Sequence[str], on: str, reason: str) -> int:
     if not job_ids:
         return 0
     return conn.execute(
-        update(jobs)
+        by_key(update(jobs))
         .where(jobs.c.job_id.in_(job_ids), jobs.c.queued.in_(_PARKABLE))
         .values(queued=Queued.BLOCKED, blocked_on=on, wait_reason=reason[:255], published_at=None, start_by=None)
     ).rowcount

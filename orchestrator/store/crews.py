@@ -13,7 +13,7 @@ from orchestrator.crews import Assignments, Crew, NodeView, Plan, PoolView
 from orchestrator.jobs import DUE, OWNED
 from orchestrator.pools import OPEN, PoolState, read_metadata
 from orchestrator.store import audit, outbox, pools
-from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
 from orchestrator.store.registry import HTTP
 from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
 
@@ -258,7 +258,7 @@ def _tell_nodes(conn: Connection, node_ids: Sequence[str] | None, event: str, **
     some = select(nodes.c.node_id).with_for_update()
     found = list(conn.execute(some if node_ids is None else some.where(nodes.c.node_id.in_(node_ids))).scalars())
     if found:
-        conn.execute(update(nodes).where(nodes.c.node_id.in_(found)).values(values))
+        conn.execute(by_key(update(nodes)).where(nodes.c.node_id.in_(found)).values(values))
         audit.record(conn, [audit.Event(event, details={"node_id": node_id}) for node_id in found])
     return len(found)
 

@@ -71,16 +71,19 @@ class Database:
         self.engine: Engine = self._dialect.engine(settings)
         self._reader: Engine = self._dialect.engine(settings, autocommit=True)
 
-    def write(self, work: Callable[[Connection], T], patience_s: float = math.inf) -> T:
+    def write(
+        self, work: Callable[[Connection], T], patience_s: float = math.inf, *, again_when_late: bool = True
+    ) -> T:
         """Run `work` in one transaction, again from its start when rows were contended or the connection broke.
 
-        After `patience_s` seconds it is not run again for contended rows (RowsHeld).
+        After `patience_s` seconds it is not run again for contended rows (RowsHeld); nor, unless `again_when_late`,
+        when an answer took longer than `db_timeout_s` (TookTooLong).
 
         A connection that breaks during COMMIT leaves it unknown whether the work was done; `work` is written to
         find its own traces then. Raises DatabaseUnavailable when the server cannot serve now; any other error is about
         the statement or one of its rows, and is passed on as it is.
         """
-        return self._run(self.engine, work, transaction=True, patience_s=patience_s)
+        return self._run(self.engine, work, transaction=True, patience_s=patience_s, again_when_late=again_when_late)
 
     def write_waiting_once(self, work: Callable[[Connection], T]) -> T:
         """Like `write`, but a row that somebody does not let go is waited for once (RowsHeld); deadlocks run again."""
@@ -149,6 +152,10 @@ class Database:
 
     def leader_lock(self) -> LeaderLock | None:
         return self._guard(lambda: self._dialect.leader_lock(self._reader, self.settings))
+
+    def drop_connections(self) -> None:
+        """Those for transactions: the next has a fresh one."""
+        self.engine.dispose()
 
     def close(self) -> None:
         self.engine.dispose()

@@ -17,7 +17,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import JobNotFound, NotRedrivable, RedriveLimit, TaskOfWorkflow
 from orchestrator.jobs import TERMINAL, Arrow, Status
-from orchestrator.store import audit, leases, ownership, paging
+from orchestrator.store import audit, lease_purge, ownership, paging
 from orchestrator.store.blocked import GATED, SOON_S
 from orchestrator.store.dialect import by_key, in_order, unled, walking
 from orchestrator.store.moves import by_attempt, move
@@ -299,7 +299,7 @@ def purge(conn: Connection, job_ids: Sequence[str]) -> Removed:
     once, and the new job's lease would bear the same name.
     """
     dead = _lock(conn, job_ids, _NO_TASK)
-    held = leases.forget_jobs(conn, [row.job_id for row in dead])
+    held = lease_purge.forget_jobs(conn, [row.job_id for row in dead])
     found = [row for row in dead if row.job_id not in held]
     ids = [row.job_id for row in found]
     conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(ids)))

@@ -19,15 +19,12 @@ from orchestrator.errors import OrchestratorError, WorkflowEnded, WorkflowNotFou
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import Hot, among
-from orchestrator.store.schema import jobs, spawns, workflows
+from orchestrator.store.schema import SWEEPS, jobs, spawns, workflows
 from orchestrator.workflows import BAD, GOOD, FlowStatus, Progress
 
 #: What stands before a workflow's id where the audit names it.
 AUDITED = "workflow:"
-#: What is being done to the tasks of one, batch after batch: those that wait are cancelled, or all that have not ended;
-#: those that ended badly start over. Or they are deleted, and the workflow with the last of them (`retention`).
-PENDING, ALL, RETRY = "pending", "all", "retry"
-FORGET = "forget"
+PENDING, ALL, RETRY, FORGET = SWEEPS
 #: Tasks that one transaction goes through.
 BATCH = 500
 #: Of a task's job: it ended so that those who need it may go on.

@@ -20,7 +20,7 @@ from orchestrator.gpu.accounts import Holder, foreign_mb
 from orchestrator.placement import GpuView, HostView
 from orchestrator.settings import Settings
 from orchestrator.store import audit
-from orchestrator.store.dialect import seconds_since, upsert, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, seconds_since, upsert, utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import gpus, lease_gpus, leases, nodes
 
@@ -99,7 +99,7 @@ def reserve(conn: Connection, uuids: Collection[str], key: str, seconds: float) 
     """Keep these GPUs for one job, all or none; asked again before the time is over, it goes on."""
     mine = or_(_RESERVED.is_(None), gpus.c.reserved_for == key)
     kept = conn.execute(
-        update(gpus)
+        by_key(update(gpus))
         .where(gpus.c.gpu_uuid.in_(sorted(uuids)), mine)
         .values(reserved_for=key, reserved_until=utc_shift(seconds))
     )
@@ -109,7 +109,7 @@ def reserve(conn: Connection, uuids: Collection[str], key: str, seconds: float) 
 
 
 def unreserve(conn: Connection, uuids: Collection[str], key: str) -> None:
-    mine = update(gpus).where(gpus.c.gpu_uuid.in_(sorted(uuids)), gpus.c.reserved_for == key)
+    mine = by_key(update(gpus)).where(gpus.c.gpu_uuid.in_(sorted(uuids)), gpus.c.reserved_for == key)
     conn.execute(mine.values(reserved_for=None, reserved_until=None))
 
 
@@ -316,7 +316,7 @@ def list_gpus(conn: Connection, stale_s: float) -> list[dict[str, Any]]:
 def quarantine(conn: Connection, uuids: Collection[str], reason: str) -> None:
     """Give nothing more of these GPUs until an operator clears them."""
     closed = conn.execute(
-        update(gpus)
+        by_key(update(gpus))
         .where(gpus.c.gpu_uuid.in_(sorted(uuids)), gpus.c.quarantined_at.is_(None))
         .values(quarantined_at=utc_now(), quarantine_reason=reason[:255])
     )

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select, Table, bindparam, literal
 
+from orchestrator.store.dialect import mark, writer
+
 #: Parameters one statement may have: SQLite's limit, which MariaDB does not reach either.
 MAX_PARAMETERS = 32_000
 #: Characters of one INSERT: four bytes each and escaped, still less than MariaDB's max_allowed_packet of 16 MiB.
@@ -139,10 +141,11 @@ def insert_rows(
         return
     usual = defaults or {}
     used = tuple(name for name in rows[0] if any(row[name] != usual.get(name) for row in rows))
-    head, mark, processors = _insert_parts(conn.dialect, table, used)
+    head, processors = _insert_parts(conn.dialect, table, used)
     shared = _shared(conn, rows, used, processors)
     varying = [name for name in used if name not in shared]
-    one_row = f"({', '.join([shared.get(name, mark) for name in used])})"
+    placeholder = mark(conn.dialect)
+    one_row = f"({', '.join([shared.get(name, placeholder) for name in used])})"
     for part in _portions(rows, len(used), bulky):
         values = [row[name] for row in part for name in varying]
         if processors:
@@ -155,13 +158,13 @@ def _shared(
     conn: Connection, rows: Sequence[dict[str, Any]], used: Sequence[str], processors: Mapping[str, Processor]
 ) -> dict[str, str]:
     """Of many rows the columns in which all are equal: their value is written once, where the driver can write it."""
-    escape = getattr(conn.connection.driver_connection, "escape", None)
-    if escape is None or len(rows) < MANY_ROWS:
+    write = writer(conn) if len(rows) >= MANY_ROWS else None
+    if write is None:
         return {}
     first = rows[0]
     equal = [name for name in used if all(row[name] == first[name] for row in rows)]
     values = {name: processors[name](first[name]) if name in processors else first[name] for name in equal}
-    return {name: escape(value).replace("%", "%%") for name, value in values.items()}
+    return {name: write(value) for name, value in values.items()}
 
 
 def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> Iterator[Sequence[dict[str, Any]]]:
@@ -178,10 +181,9 @@ def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> 
 
 
 @lru_cache(maxsize=256)
-def _insert_parts(dialect: Any, table: Table, used: tuple[str, ...]) -> tuple[str, str, dict[str, Processor]]:
-    """INSERT … VALUES, a value's placeholder, and how this database wants some values converted."""
+def _insert_parts(dialect: Any, table: Table, used: tuple[str, ...]) -> tuple[str, dict[str, Processor]]:
+    """INSERT … VALUES, and how this database wants some values converted."""
     quote = dialect.identifier_preparer.quote
-    mark = "?" if dialect.paramstyle == "qmark" else "%s"
     columns = ", ".join(quote(name) for name in used)
     processors: dict[str, Processor] = {}
     for name in used:
@@ -189,4 +191,4 @@ def _insert_parts(dialect: Any, table: Table, used: tuple[str, ...]) -> tuple[st
         if processor is not None:
             processors[name] = processor
     head = f"INSERT INTO {quote(table.name)} ({columns}) VALUES "  # noqa: S608 - names come from the schema
-    return head, mark, processors
+    return head, processors

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection
 
 from orchestrator.gpu import Gpu, GpuProcess, Health
-from orchestrator.store import gpus, leases, nodes, residency
+from orchestrator.store import endings, gpus, leases, nodes, residency
 from orchestrator.store.gpus import Gate
 
 #: A GPU that another node measured so many seconds ago is there.
@@ -54,7 +54,7 @@ def take_stock(
     if lost:
         leases.revoke(conn, lost)
     answering = [gpu for gpu in sample if gpu.health in (Health.OK, Health.UNHEALTHY)]
-    quarantined = leases.finish_endings(conn, node_id, worker_ids, answering, running, patience_s, taken_at)
+    quarantined = endings.finish(conn, node_id, worker_ids, answering, running, patience_s, taken_at)
     gpus.record(conn, node_id, sample, gate, time.monotonic() - taken_at if taken_at else 0.0)
     evicted, forgotten = residency.evicted(conn, node_id, worker_ids, resident) if resident else ((), ())
     return Findings(tuple(quarantined), evicted, forgotten, _orphans(conn, worker_ids, sample))

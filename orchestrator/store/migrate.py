@@ -56,7 +56,9 @@ def _locked(db: Database) -> Iterator[Connection]:
         with dialect_of(db.settings.database_url).migration_lock(db.engine) as connection:
             yield connection
     except DBAPIError as error:
-        raise DatabaseUnavailable(f"{safe_url(db.settings.database_url)}: {error.orig}") from error
+        held = dialect_of(db.settings.database_url).is_held(error)
+        hint = "; somebody's transaction uses a table that must change: end it, and migrate again" if held else ""
+        raise DatabaseUnavailable(f"{safe_url(db.settings.database_url)}: {error.orig}{hint}") from error
 
 
 def _config(connection: Connection) -> Config:

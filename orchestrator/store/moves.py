@@ -30,7 +30,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.jobs import OWNED, TERMINAL, Arrow, Queued
 from orchestrator.leases import JOB_LEASE, Terms
 from orchestrator.store import audit
-from orchestrator.store.dialect import by_key, earlier, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, earlier, unled, utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import jobs
 
@@ -74,7 +74,7 @@ def _statement(arrow: Arrow, columns: tuple[str, ...]) -> Hot:
             by_key(update(jobs))
             .where(
                 jobs.c.job_id.in_(ids),
-                jobs.c.status.in_(sources),
+                unled(jobs.c.status).in_(sources),
                 jobs.c.attempt == bindparam("owned_attempt"),
                 *guards,
             )

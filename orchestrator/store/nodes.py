@@ -12,7 +12,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
-    Select,
     Table,
     Update,
     and_,
@@ -27,7 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.jobs import OWNED
-from orchestrator.store import audit
+from orchestrator.store import audit, renewals
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import among
 from orchestrator.store.schema import (
@@ -146,8 +145,8 @@ def heartbeats(
     _say(conn, {name: beat for name, beat in beats.items() if name in free}, said)
     unrenewed: set[str] = set()
     if holding := {name: node_id for name in free if beats[name].busy or beats[name].resident}:
-        renew_leases(conn, holding)
-        unrenewed = _not_renewed(conn, holding, recent_s)
+        renewals.renew_of_workers(conn, holding)
+        unrenewed = renewals.not_renewed(conn, holding, recent_s)
     if free:
         see(conn, [node_id])
     return Heard(beats.keys() - free - missed, missed, unrenewed)
@@ -166,7 +165,7 @@ def _living(worker_ids: Collection[str]) -> ColumnElement[bool]:
 
 
 def _alive(worker_ids: Collection[str]) -> Update:
-    return update(workers).where(_living(worker_ids))
+    return by_key(update(workers)).where(_living(worker_ids))
 
 
 def _columns(beat: Beat) -> dict[str, Any]:
@@ -210,43 +209,6 @@ def see(conn: Connection, node_ids: Collection[str]) -> None:
         conn.execute(by_key(update(nodes)).where(nodes.c.node_id.in_(free)).values(last_heartbeat=utc_now()))
 
 
-def renew_leases(conn: Connection, holders: Mapping[str, str], *, in_turn: bool = False) -> set[str]:
-    """Extend all that these workers (worker → node) hold; those of whom somebody else holds one are returned.
-
-    None is left out if `in_turn`: then their turn is waited for, and one that is not extended has ended meanwhile.
-    """
-    found = conn.execute(_live_leases(leases.c.token, leases.c.worker_id, of=holders))
-    tokens = {row.token: row.worker_id for row in found}
-    extended = _extend(conn, sorted(tokens), in_turn=in_turn) if tokens else set()
-    return set() if in_turn else {worker_id for token, worker_id in tokens.items() if token not in extended}
-
-
-_LIVE = (leases.c.state == "active", leases.c.ending_as.is_(None))
-
-
-def _live_leases(*columns: ColumnElement[Any], of: Mapping[str, str]) -> Select[Any]:
-    # Along the index that passes over what is over, however long nobody deletes that. But the ends of leases change it,
-    # and would wait for us there: so nothing is locked along it.
-    mine = leases.c.node_id.in_(sorted({*of.values()})), leases.c.worker_id.in_(sorted(of))
-    return walking(select(*columns), leases, "ix_leases_node").where(*mine, *_LIVE)
-
-
-def _extend(conn: Connection, tokens: Sequence[str], *, in_turn: bool = False) -> set[str]:
-    """Those of them that nobody else holds. Whoever ends one holds it too."""
-    mine = by_key(select(leases.c.token), leases).where(leases.c.token.in_(tokens), *_LIVE)
-    free = sorted(conn.execute(mine.with_for_update(skip_locked=not in_turn)).scalars())
-    extended = {"last_heartbeat": utc_now(), "expires_at": utc_shift(leases.c.ttl_seconds)}
-    conn.execute(by_key(update(leases)).where(leases.c.token.in_(free)).values(extended))
-    return {*free}
-
-
-def _not_renewed(conn: Connection, holders: Mapping[str, str], recent_s: float) -> set[str]:
-    """Those of whom a lease was not extended lately, by anybody."""
-    extended_at = func.coalesce(leases.c.last_heartbeat, leases.c.created_at)
-    old = _live_leases(leases.c.worker_id, of=holders).where(extended_at < utc_shift(-recent_s))
-    return {*conn.execute(old).scalars()}
-
-
 def _insert_once(conn: Connection, table: Table, row: dict[str, Any]) -> None:
     """Insert a row unless a neighbour on the same node did so a moment ago; its row is as good as ours."""
     with suppress(IntegrityError), conn.begin_nested():
@@ -275,7 +237,7 @@ def declare_lost(conn: Connection, timeout_s: float, limit: int) -> list[Worker]
     silent = conn.execute(first.with_for_update(skip_locked=True), {"silent_since_s": -timeout_s}).all()
     if silent:
         conn.execute(
-            update(workers)
+            by_key(update(workers))
             .where(workers.c.worker_id.in_([row.worker_id for row in silent]))
             .values(status=LOST, busy=0)
         )

@@ -14,7 +14,7 @@ from orchestrator.policies import Book
 from orchestrator.ranking import reached
 from orchestrator.store import ownership, pools
 from orchestrator.store.caps import NO_BOOK, Glance
-from orchestrator.store.dialect import utc_now, utc_shift, walking
+from orchestrator.store.dialect import by_key, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import LATEST_START
 from orchestrator.store.schema import ACTIVE, gate_holds, jobs, lanes, workers
@@ -70,7 +70,7 @@ _READY = {keyed: _ready(_KEYED if keyed else _ENTRY) for keyed in (False, True)}
 _URGENT = {keyed: _urgent(_KEYED if keyed else _ENTRY) for keyed in (False, True)}
 _ANNOUNCE = Hot(
     lambda ids: (
-        update(jobs)
+        by_key(update(jobs))
         .where(jobs.c.job_id.in_(ids), jobs.c.queued == Queued.READY)
         .values(queued=Queued.ANNOUNCED, published_at=utc_now())
     )
@@ -202,7 +202,7 @@ def _promote(conn: Connection, job_ids: Sequence[str], queued: Queued, **values:
     ready = {"start_by": LATEST_START, "ready_at": utc_now()} if queued is Queued.READY else {"start_by": None}
     if job_ids:
         conn.execute(
-            update(jobs)
+            by_key(update(jobs))
             .where(jobs.c.job_id.in_(job_ids), jobs.c.queued == Queued.DELAYED)
             .values(queued=queued, not_before=None, **ready, **values)
         )
@@ -228,7 +228,7 @@ def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.
     if not job_ids:
         return 0
     return conn.execute(
-        update(jobs)
+        by_key(update(jobs))
         .where(
             jobs.c.job_id.in_(job_ids),
             jobs.c.queued == Queued.ANNOUNCED,

@@ -16,7 +16,7 @@ from orchestrator.errors import InvalidInput, PoolBusy, PoolClosed, PoolExists, 
 from orchestrator.jobs import DEFAULT_LANE, OWNED
 from orchestrator.pools import CLOSED, OPEN, PoolArrow, PoolChange, PoolSpec, PoolState
 from orchestrator.store import audit
-from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
 from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, pool_assignments, worker_pools, workers
 from orchestrator.wording import first_wrong
 
@@ -139,7 +139,7 @@ def move(
 ) -> bool:
     """Along one arrow, if the pool is where it starts; whether it was."""
     moved = conn.execute(
-        update(worker_pools)
+        by_key(update(worker_pools))
         .where(worker_pools.c.pool_id == pool_id, worker_pools.c.status.in_(sorted(arrow.source)))
         .values(status=arrow.target, **values)
     )

@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from orchestrator.errors import WorkerExists, WorkerLost, WorkerNotFound
 from orchestrator.jobs import OWNED, RetryPolicy
 from orchestrator.pools import OPEN
-from orchestrator.store import audit, nodes
+from orchestrator.store import audit, nodes, renewals
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import by_key, utc_now
 from orchestrator.store.moves import Claimant
@@ -117,7 +117,7 @@ def heartbeats(conn: Connection, beats: Sequence[Told], *, in_turn: bool = False
     held: set[str] = set()
     if living:
         _say(conn, living, [beat for beat in beats if beat.worker_id in living])
-        held = nodes.renew_leases(conn, {name: row.node_id for name, row in living.items()}, in_turn=in_turn)
+        held = renewals.renew_of_workers(conn, {name: row.node_id for name, row in living.items()}, in_turn=in_turn)
         nodes.see(conn, {row.node_id for row in living.values()})
     rest = _of([worker_id for worker_id in ids if worker_id not in living])
     others = {row.worker_id: row for row in conn.execute(rest)} if len(living) < len(ids) else {}

@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Connection, delete, or_, select
 
 from orchestrator.jobs import TERMINAL, Status
 from orchestrator.store import audit as trail
-from orchestrator.store import flows, leases, tallies
+from orchestrator.store import flows, lease_purge, tallies
 from orchestrator.store.dialect import by_key, in_order, utc_shift, walking
 from orchestrator.store.schema import audit, jobs, results, task_edges, workflows
 from orchestrator.workflows import FlowStatus
@@ -79,7 +79,7 @@ def _delete_jobs(conn: Connection, job_ids: Collection[str], *conditions: Column
         return 0
     mine = by_key(select(jobs.c.job_id), jobs).where(jobs.c.job_id.in_(sorted(job_ids)), *conditions)
     locked = conn.execute(mine.with_for_update(skip_locked=True)).scalars().all()
-    leased = leases.forget_jobs(conn, locked)
+    leased = lease_purge.forget_jobs(conn, locked)
     ids = [job_id for job_id in locked if job_id not in leased]
     conn.execute(delete(results).where(results.c.job_id.in_(ids)))
     conn.execute(delete(jobs).where(jobs.c.job_id.in_(ids)))

@@ -27,6 +27,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import get_args
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -42,8 +45,9 @@ from sqlalchemy import (
     text,
 )
 
-from orchestrator.jobs import Status
-from orchestrator.pools import PoolState
+from orchestrator.gpu import Health
+from orchestrator.jobs import Queued, Status
+from orchestrator.pools import PoolState, Provider
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
 from orchestrator.workflows import FlowStatus
 
@@ -54,12 +58,20 @@ WORKER_STATES = ACTIVE, DRAINING, STOPPED, LOST = ("active", "draining", "stoppe
 WORKER_KINDS = ("process", "http")
 #: Workers that send heartbeats, and those that do so no more.
 LIVE_WORKERS, ENDED_WORKERS = (ACTIVE, DRAINING), (STOPPED, LOST)
-LEASE_STATES = ("active", "released", "expired", "spent")
+LEASE_ENDS = ("released", "expired", "spent")
+LEASE_STATES = ("active", *LEASE_ENDS)
+#: What is being done to the tasks of a workflow, batch after batch: those that wait are cancelled, or all that have not
+#: ended; those that ended badly start over. Or they are deleted, and the workflow with the last of them (`retention`).
+SWEEPS = ("pending", "all", "retry", "forget")
 
 
-def _one_of(column: str, values: tuple[str, ...], table: str) -> CheckConstraint:
+def _one_of(column: str, values: Iterable[str], table: str | None = None) -> CheckConstraint:
+    """A check of the table; without one, of the column alone.
+
+    That has no name of its own, and MariaDB changes it without copying all rows while nobody can write.
+    """
     listed = ", ".join(f"'{value}'" for value in values)
-    return CheckConstraint(text(f"{column} IN ({listed})"), name=f"ck_{table}_{column}")
+    return CheckConstraint(text(f"{column} IN ({listed})"), name=f"ck_{table}_{column}" if table else None)
 
 
 def _json(column: str, table: str, *, nullable: bool = True) -> tuple[Column[str], CheckConstraint]:
@@ -118,7 +130,7 @@ jobs = Table(
     Column("redrives", Integer, nullable=False, server_default="0"),
     # `queued` says where a pending job waits: delayed (until not_before) → ready → announced, or blocked (until what
     # stands in `blocked_on` lets it go). NULL: not pending.
-    Column("queued", String(10), server_default="ready"),
+    Column("queued", String(10), _one_of("queued", Queued), server_default="ready"),
     Column("not_before", UtcDateTime),
     Column("blocked_on", String(300)),
     # When it last became ready after it waited for a moment or for something else; NULL: ready since its submit.
@@ -143,7 +155,7 @@ jobs = Table(
     Column("finished_at", UtcDateTime),
     Column("error_kind", String(32)),
     Column("last_error", Text),
-    _one_of("status", tuple(Status), "jobs"),
+    _one_of("status", Status, "jobs"),
     CheckConstraint(text("attempts <= attempt"), name="ck_jobs_attempts"),
     CheckConstraint(text("(status = 'pending') = (queued IS NOT NULL)"), name="ck_jobs_queued"),
     # The publisher's range scan: what is ready, in order of rank; and what is announced. Owned and ended jobs have
@@ -183,13 +195,12 @@ workflows = Table(
     Column("deadline_at", UtcDateTime),
     # The end of its time, while it runs.
     Column("expires_at", UtcDateTime),
-    # What is done to its tasks, batch after batch: `pending` ones or `all` are cancelled; `retry`; `forget` (deleted).
-    # NULL: nothing.
-    Column("sweep", String(8)),
+    # NULL: nothing is done to its tasks.
+    Column("sweep", String(8), _one_of("sweep", SWEEPS)),
     Column("reason", String(255)),
     _created(),
     Column("finished_at", UtcDateTime),
-    _one_of("status", tuple(FlowStatus), "workflows"),
+    _one_of("status", FlowStatus, "workflows"),
     CheckConstraint(text("done >= 0 AND failed >= 0 AND cancelled >= 0"), name="ck_workflows_counts"),
     CheckConstraint(text("done + failed + cancelled <= total"), name="ck_workflows_total"),
     Index("ix_workflows_created", "created_at"),
@@ -311,7 +322,7 @@ leases = Table(
     Column("expires_at", UtcDateTime, nullable=False),
     Column("last_heartbeat", UtcDateTime),
     # Over, but its processes may still hold the memory: active until they are gone, then `ending_as`.
-    Column("ending_as", String(8)),
+    Column("ending_as", String(8), _one_of("ending_as", LEASE_ENDS)),
     Column("ending_since", UtcDateTime),
     Column("end_reason", String(255)),
     # A warm model's: it outlives jobs, waits idle for the next one of its type, and leaves when it is told to.
@@ -376,7 +387,7 @@ gpus = Table(
     Column("foreign_mb", Integer, nullable=False, server_default="0"),
     Column("used_mb", Integer, nullable=False, server_default="0"),
     Column("utilization", Float),
-    Column("health", String(16), nullable=False, server_default="ok"),
+    Column("health", String(16), _one_of("health", Health), nullable=False, server_default="ok"),
     Column("health_reason", String(255)),
     Column("sampled_at", UtcDateTime, nullable=False, server_default=utc_now()),
     Column("temperature_c", Integer),
@@ -450,14 +461,14 @@ worker_pools = Table(
     Column("min_memory_mb", Integer),
     Column("gpu_count", Integer, nullable=False, server_default="1"),
     Column("autosize", Boolean, nullable=False, server_default="0"),
-    Column("provider", String(16), nullable=False, server_default="local"),
+    Column("provider", String(16), _one_of("provider", get_args(Provider)), nullable=False, server_default="local"),
     # Grows with every change of the model; workers say which one they serve.
     Column("revision", Integer, nullable=False, server_default="1"),
     # When it last had a job, and until when its running jobs may end while it drains.
     Column("active_at", UtcDateTime, nullable=False, server_default=utc_now()),
     Column("drain_until", UtcDateTime),
     _created(),
-    _one_of("status", tuple(PoolState), "pools"),
+    _one_of("status", PoolState, "pools"),
     **TABLE_OPTIONS,
 )
 

@@ -8,7 +8,7 @@ bell that nobody heard costs a moment.
 |---|---|---|---|
 | `inference_jobs` | stream | window of the default lane; fields `job_id`, `type`, `trace` | publisher |
 | `inference_jobs:POOL` | stream | window of a pool's own lane | publisher |
-| `{STREAM}:epoch` | string | highest leader epoch that touched the lane; older ones are refused | leader |
+| `{STREAM}:epoch` | string | highest leader epoch that touched a lane or `dlq`; older ones are refused | leader |
 | `{STREAM}:aside:TIME` | any | what stood in place of a lane and was no stream; kept for its owner | publisher |
 | `ingest_events` | stream | events that become jobs: `type`, `payload` (JSON), perhaps `event_id` | other programs |
 | `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | leader, workers, ingest |

@@ -23,6 +23,10 @@ def connect(settings: Settings, greet: Callable[[AbstractConnection], None] | No
 
     A command whose answer got lost may have been done: repeating an XADD would announce a job twice, repeating an
     XREADGROUP would strand the entries of the first answer. Callers know what may be repeated; the client does not.
+
+    Nor does it ask whether a connection lives (health_check_interval) before a command. That PING could only fail as
+    the command does: after the same `socket_timeout`, without another try. It says nothing of a read that waits; that
+    one ends by itself, since it waits for less than the timeout. Where nobody asks, the kernel does (keepalive).
     """
     local = settings.redis_url.startswith("unix://")  # such a socket knows no keepalive, and needs none
     return redis.Redis.from_url(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 
 import redis
 
@@ -13,12 +14,23 @@ from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
 from orchestrator.stream.doorbell import Doorbell, ring
 from orchestrator.stream.ear import Ear
+from orchestrator.stream.fence import Fenced
 from orchestrator.stream.ingest import EventStream
 from orchestrator.stream.lane import Lane, LaneReader
 from orchestrator.stream.preloads import Preloads, ask
 
 #: Dead letters kept in the stream; the rows keep them all.
 DLQ_LENGTH = 100_000
+
+# KEYS: stream. ARGV: epoch, most entries, words of a letter, then of each letter: names and values of its fields.
+_BURY = """
+local ids = {}
+local words = tonumber(ARGV[3])
+for i = 4, #ARGV, words do
+  ids[#ids + 1] = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', unpack(ARGV, i, i + words - 1))
+end
+return ids
+"""
 
 
 class Hub:
@@ -27,6 +39,8 @@ class Hub:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._client = connect(settings)
+        self._dlq = f"{settings.stream_prefix}dlq"
+        self._bury = Fenced(self._client, self._dlq, _BURY)
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
 
@@ -59,27 +73,35 @@ class Hub:
         """For one who turns events into jobs, on a connection of its own: reading blocks."""
         return EventStream(self._ear(), self._settings, consumer)
 
-    def bury(self, letters: Sequence[DeadLetter]) -> list[str]:
-        """Tell whoever watches the dead-letter stream; the id of each letter's entry."""
+    def bury(self, letters: Sequence[DeadLetter]) -> None:
+        """Tell whoever watches the dead-letter stream of what is no job of ours; whoever met it may."""
+        if letters:
+            with named_errors(self._settings, self._client), self._client.pipeline(transaction=False) as pipe:
+                for letter in letters:
+                    pipe.xadd(self._dlq, _fields(letter), maxlen=DLQ_LENGTH, approximate=True)  # type: ignore[arg-type]  # redis wants an invariant dict
+                pipe.execute()
+
+    def bury_as_leader(self, epoch: int, letters: Sequence[DeadLetter]) -> list[str]:
+        """Tell it of jobs that were given up; the id of each letter's entry. Raises StaleEpoch.
+
+        The entries of a leader that was replaced would stay: its successor tells the same, and remembers its own.
+        """
         if not letters:
             return []
-        with named_errors(self._settings, self._client), self._client.pipeline(transaction=False) as pipe:
-            for letter in letters:
-                fields = {
-                    "job_id": letter.job_id,
-                    "origin_id": letter.origin_id,
-                    "attempts": letter.attempts,
-                    "last_error": letter.last_error[:1000],
-                    "reason": letter.reason,
-                }
-                pipe.xadd(f"{self._settings.stream_prefix}dlq", fields, maxlen=DLQ_LENGTH, approximate=True)  # type: ignore[arg-type]  # redis wants an invariant dict
-            return [entry_id.decode() for entry_id in pipe.execute()]
+        with named_errors(self._settings, self._client):
+            told = [word for letter in letters for field in _fields(letter).items() for word in field]
+            words = len(told) // len(letters)
+            return [entry_id.decode() for entry_id in self._bury(epoch, DLQ_LENGTH, words, *told)]
 
     def unbury(self, entry_ids: Sequence[str]) -> None:
-        """Take letters back whose jobs live again or are forgotten."""
+        """Take letters back whose jobs live again or are forgotten.
+
+        The API does that too, so no epoch is asked for: the row said which entry was its own, and no other will ever
+        have that id. Late or twice, it is as right as at once.
+        """
         if entry_ids:
             with named_errors(self._settings, self._client):
-                self._client.xdel(f"{self._settings.stream_prefix}dlq", *entry_ids)
+                self._client.xdel(self._dlq, *entry_ids)
 
     def ping(self) -> None:
         """Raises RedisUnavailable when the server does not answer, or would refuse what we write."""
@@ -106,3 +128,7 @@ class Hub:
 
     def _ear(self) -> Ear:
         return Ear(self._settings, self._client)
+
+
+def _fields(letter: DeadLetter) -> dict[str, str | int]:
+    return asdict(letter) | {"last_error": letter.last_error[:1000]}

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import redis
 
 from orchestrator.batching import Seats
-from orchestrator.errors import StaleEpoch
 from orchestrator.jobs import DEFAULT_LANE, Ready
 from orchestrator.names import is_name
 from orchestrator.settings import Settings
 from orchestrator.stream import groups
 from orchestrator.stream.client import named_errors
 from orchestrator.stream.ear import Ear
+from orchestrator.stream.fence import Fenced
 from orchestrator.stream.groups import text
 
 log = logging.getLogger(__name__)
@@ -61,19 +61,16 @@ end
 return kind
 """
 
-# KEYS: stream, epoch key. ARGV: epoch, group, entry ids… An epoch nobody of ours can have written counts as none.
-_FENCED_ACK = """
-local known = redis.pcall('GET', KEYS[2])
-local newest = type(known) == 'string' and string.match(known, '^%d+$') and #known <= 15 and tonumber(known) or 0
-if newest > tonumber(ARGV[1]) then return redis.error_reply('STALEEPOCH ' .. known) end
-redis.call('SET', KEYS[2], ARGV[1])
-local done = 0
+# KEYS: stream. ARGV: epoch, group, entry ids…
+_ACKNOWLEDGE = """
 for i = 3, #ARGV do
   redis.call('XACK', KEYS[1], ARGV[2], ARGV[i])
-  done = done + redis.call('XDEL', KEYS[1], ARGV[i])
+  redis.call('XDEL', KEYS[1], ARGV[i])
 end
-return done
 """
+
+# KEYS: stream. ARGV: epoch, group, consumer, idle milliseconds, cursor, most entries.
+_TAKE_IDLE = "return redis.call('XAUTOCLAIM', KEYS[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], 'COUNT', ARGV[6])"
 
 # KEYS: stream. ARGV: group, consumer, free slots, then for each batching type: its name, how many jobs make a full
 # batch, how many more the batch begun by earlier reads can take. Delivers entries from the first on, while they can
@@ -151,13 +148,12 @@ class Lane:
         self.name = name
         self.key = f"{settings.stream_prefix}inference_jobs{suffix}"
         self.group = f"cg:inference{suffix}"
-        # The braces are a hash tag: on a cluster this key lives beside its stream.
-        self._epoch_key = f"{{{self.key}}}:epoch"
         self._client = client
         self._settings = settings
         self._announce = client.register_script(_ANNOUNCE)
         self._start_over = client.register_script(_START_OVER)
-        self._fenced_ack = client.register_script(_FENCED_ACK)
+        self._acknowledge = Fenced(client, self.key, _ACKNOWLEDGE)
+        self._take_idle = Fenced(client, self.key, _TAKE_IDLE)
         self._forget = client.register_script(groups.FORGET_CONSUMER)
 
     def ensure_group(self) -> None:
@@ -213,28 +209,23 @@ class Lane:
 
     def ack_as_leader(self, epoch: int, entry_ids: Sequence[str]) -> None:
         """The same on behalf of dead workers. Raises StaleEpoch when a newer leader has been here."""
-        if not entry_ids:
-            return
-        with named_errors(self._settings, self._client):
-            try:
-                self._fenced_ack(keys=[self.key, self._epoch_key], args=[epoch, self.group, *entry_ids])
-            except redis.ResponseError as error:
-                if "STALEEPOCH" in str(error):
-                    raise StaleEpoch(epoch, newest=int(str(error).split()[-1])) from None
-                raise
+        if entry_ids:
+            with named_errors(self._settings, self._client):
+                self._acknowledge(epoch, self.group, *entry_ids)
 
-    def take_idle(self, cursor: str, idle_ms: int, count: int) -> Idle:
-        """Take over entries nobody touched for `idle_ms`, from `cursor` on; the walk ends at cursor 0-0."""
+    def take_idle(self, epoch: int, cursor: str, idle_ms: int, count: int) -> Idle:
+        """Take over entries nobody touched for `idle_ms`, from `cursor` on; the walk ends at cursor 0-0.
+
+        Raises StaleEpoch: a leader that was replaced would keep them from its successor for as long again.
+        """
         with named_errors(self._settings, self._client):
             try:
-                following, rows, deleted = self._client.xautoclaim(
-                    self.key, self.group, LEADER, min_idle_time=idle_ms, start_id=cursor, count=count
-                )
+                following, rows, deleted = self._take_idle(epoch, self.group, LEADER, idle_ms, cursor, count)
             except redis.ResponseError as error:
                 if "NOGROUP" not in str(error):
                     raise
                 return Idle("0-0", (), ())
-        return Idle(text(following), tuple(_entries(rows)), tuple(text(entry_id) for entry_id in deleted))
+        return Idle(text(following), tuple(_scripted(rows)), tuple(text(entry_id) for entry_id in deleted))
 
     def idle_consumers(self, idle_ms: int) -> list[str]:
         """Consumers without pending entries that have not been heard of for `idle_ms`."""
@@ -242,7 +233,11 @@ class Lane:
             return groups.idle_consumers(self._client, self.key, self.group, idle_ms)
 
     def forget_consumer(self, consumer: str) -> bool:
-        """Remove a consumer, unless entries are pending for it."""
+        """Remove a consumer, unless entries are pending for it.
+
+        Workers do it for themselves, so no epoch is asked for: who is removed by mistake is a consumer again with its
+        next read, and has lost nothing.
+        """
         with named_errors(self._settings, self._client):
             return bool(self._forget(keys=[self.key], args=[self.group, consumer]))
 
@@ -331,7 +326,7 @@ class LaneReader:
         begun = [field for type, size in seats.sizes.items() for field in (type, size, seats.places.get(type, 0))]
         arguments = [self._lane.group, self._consumer, seats.slots, *begun]
         blocked, answer = self._fitting(keys=[self._lane.key], args=arguments)
-        found = [entry for _key, rows in answer for entry in _entries((row[0], _paired(row[1])) for row in rows)]
+        found = [entry for _key, rows in answer for entry in _scripted(rows)]
         seats.blocked = bool(blocked) or len(found) >= MAX_READ
         return found
 
@@ -346,9 +341,9 @@ def _entries(rows: Iterable[tuple[Any, Any]]) -> list[Entry]:
     return [Entry(text(entry_id), _job_id(fields), _type(fields)) for entry_id, fields in rows]
 
 
-def _paired(fields: Sequence[bytes] | None) -> dict[bytes, bytes] | None:
-    """A script's answer is not parsed by the client."""
-    return dict(zip(fields[::2], fields[1::2], strict=True)) if fields else None
+def _scripted(rows: Iterable[tuple[Any, Any]]) -> list[Entry]:
+    """Those of a script's answer, which the client does not parse."""
+    return _entries((entry_id, dict(zip(fields[::2], fields[1::2], strict=True))) for entry_id, fields in rows)
 
 
 def _type(fields: dict[bytes, bytes] | None) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import httpx
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 
 from orchestrator.api.app import create_app
 from orchestrator.api.backend import Backend
@@ -39,6 +39,17 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'orchestrator.db'}"
     return str(request.getfixturevalue("mariadb_url"))
+
+
+#: What a leader writes by itself, whatever is asked for: of the audit the rows in its name, and all of these.
+_OF_THE_LEADER = {schema.leadership.name, schema.tallies.name, schema.tally_cursor.name}
+_NOT_ITS_OWN = " WHERE actor IS NULL OR actor NOT LIKE 'leader:%'"
+_ROW_COUNTS = text(
+    " UNION ALL ".join(
+        f"SELECT '{name}', count(*) FROM {name}" + (_NOT_ITS_OWN if name == schema.audit.name else "")
+        for name in schema.metadata.tables.keys() - _OF_THE_LEADER
+    )
+)
 
 
 @dataclass
@@ -82,6 +93,16 @@ class Running:
 
     def count_jobs(self) -> int:
         return self.db.read(lambda conn: conn.execute(select(func.count()).select_from(schema.jobs)).scalar_one())
+
+    @contextmanager
+    def adding_no_row(self) -> Iterator[None]:
+        """What is asked for meanwhile adds no row to any table; whether it changes one is not seen."""
+        before = self._row_counts()
+        yield
+        assert self._row_counts() == before
+
+    def _row_counts(self) -> dict[str, int]:
+        return self.db.read(lambda conn: {row[0]: row[1] for row in conn.execute(_ROW_COUNTS)})
 
 
 #: What would happen by itself, and what no test here waits for. Nobody beats for these workers, nobody measures their

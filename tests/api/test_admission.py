@@ -29,7 +29,8 @@ def test_paused_then_resumed_then_it_runs(api: Running) -> None:
     for _ in range(2):
         answer = api.post("/control/pause", {"scope": "agent", "name": "a", "reason": "upgrade"})
         assert (answer.status_code, answer.json()["key"], answer.json()["version"]) == (200, "agent:a", 1)
-    answer = api.post("/jobs/submit", JOB | {"agent": "a"})
+    with api.adding_no_row():
+        answer = api.post("/jobs/submit", JOB | {"agent": "a"})
     assert "upgrade" in refused(answer, 503, "paused")
     assert int(answer.headers["Retry-After"]) >= 1 and answer.json()["retry_after"] > 0
     batch = api.post("/jobs/submit_batch", {"jobs": [JOB | {"agent": "a"}, JOB | {"agent": "b"}]}).json()
@@ -79,9 +80,9 @@ WRONG_PAUSES: list[dict[str, Any]] = [
 
 
 def test_a_wrong_pause_is_refused_and_pauses_nothing(maria_api: Running) -> None:
-    for body in WRONG_PAUSES:
-        refused(maria_api.post("/control/pause", body), 422, "invalid_input")
-    assert maria_api.get("/control/paused").json() == {"paused": []}
+    with maria_api.adding_no_row():
+        for body in WRONG_PAUSES:
+            refused(maria_api.post("/control/pause", body), 422, "invalid_input")
 
 
 def test_a_flood_over_the_depth_of_a_lane(api: Running) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 
 from orchestrator.gpu import GpuProcess, Health
 from orchestrator.leases import Denied, LeaseRequest, token_hash
-from orchestrator.store import gpus, leases, schema
+from orchestrator.store import gpus, lease_reads, schema
 from tests.api.conftest import Running
 from tests.factories import gpu, hire, rows
 from tests.waiting import wait_until
@@ -181,11 +181,11 @@ def test_bad_requests_lease_nothing(api: Running) -> None:
         *[WANT | {"host_memory_mb": value} for value in (-1, 1.5, "1", True, 2**31)],
         WANT | {"token": "mine"},
     ]
-    for body in bad:
-        answer = api.http.post("/leases", json=body, headers={"content-type": "application/json"})
-        assert answer.status_code in {400, 422}, body
-        assert answer.json()["code"] in {"invalid_input", "malformed_body"}, body
-    assert api.get("/leases").json() == {"leases": [], "next_cursor": None}
+    with api.adding_no_row():
+        for body in bad:
+            answer = api.http.post("/leases", json=body, headers={"content-type": "application/json"})
+            assert answer.status_code in {400, 422}, body
+            assert answer.json()["code"] in {"invalid_input", "malformed_body"}, body
     assert leased_mb(api) == 0
 
 
@@ -221,7 +221,7 @@ def test_concurrent_requests_never_overcommit(api: Running) -> None:
         answers = list(threads.map(lambda _: api.post("/leases", WANT).json()["granted"], range(40)))
     assert Counter(answers) == {True: 9, False: 31}
     assert leased_mb(api) == 9000
-    assert len(api.db.read(leases.page)[0]) == 9
+    assert len(api.db.read(lease_reads.page)[0]) == 9
     assert api.db.read(lambda conn: gpus.list_gpus(conn, 60))[0]["leased_mb"] == 9000
 
 

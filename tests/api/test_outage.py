@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,3 +150,19 @@ def test_a_taken_port_is_a_configuration_error(settings: Callable[..., Settings]
         with pytest.raises(ConfigError, match=rf"port {port} .* is taken; .*--port"):
             serve(settings(port=port, database_url=f"sqlite:///{tmp_path / 'never.db'}"))
     assert not (tmp_path / "never.db").exists()
+
+
+@pytest.mark.parametrize("address", ["192.0.2.7", "0.0.0.0", "::", "fe80::1%eth0"])  # noqa: S104 - to refuse them
+def test_a_name_that_is_no_loopback_address_here_is_not_listened_on(address, monkeypatch) -> None:
+    """Whoever edits /etc/hosts would put an API without keys on the network."""
+    found = [(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: pytest.fail("it was bound"))
+    with pytest.raises(ConfigError, match=f"localhost is {address} here.*/etc/hosts.*--host"):
+        listen("localhost", 0)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.9"])
+def test_a_loopback_address_is_listened_on(host) -> None:
+    with listen(host, 0) as listener:
+        assert listener.getsockname()[0] in {"127.0.0.1", "127.0.0.9", "::1"}

@@ -143,18 +143,19 @@ BAD_NAMES = [
 
 
 def test_names_that_are_none(maria_api: Running) -> None:
-    for name in BAD_NAMES:
-        for path in ("/workers/pool", "/control/drain_pool", "/control/evict_pool"):
-            refused(send(maria_api, "POST", path, {"pool_id": name}), 422, "invalid_input")
-    assert rows(maria_api.db, schema.worker_pools) == []
+    with maria_api.adding_no_row():
+        for name in BAD_NAMES:
+            for path in ("/workers/pool", "/control/drain_pool", "/control/evict_pool"):
+                refused(send(maria_api, "POST", path, {"pool_id": name}), 422, "invalid_input")
 
 
 def test_paths_that_name_no_pool(api: Running) -> None:
     create(api)
-    for name in ("nobody", "GOLD", "gold%20", "gold%0a", "%7B%7D", "x" * 10_000, "%F0%9F%98%80", "*"):
-        for method in ("GET", "DELETE"):
-            refused(api.http.request(method, f"/workers/pool/{name}"), 404, "pool_not_found")
-        refused(patch(api, name, desired_workers=1), 404, "pool_not_found")
+    with api.adding_no_row():
+        for name in ("nobody", "GOLD", "gold%20", "gold%0a", "%7B%7D", "x" * 10_000, "%F0%9F%98%80", "*"):
+            for method in ("GET", "DELETE"):
+                refused(api.http.request(method, f"/workers/pool/{name}"), 404, "pool_not_found")
+            refused(patch(api, name, desired_workers=1), 404, "pool_not_found")
 
 
 UNKNOWN = [{"workers": 3}, {"num_workers": 1}, {"status": "running"}, {"revision": 7}, {"provider": "aws"}]
@@ -181,13 +182,13 @@ BAD_FIELDS: list[dict[str, Any]] = [
 
 def test_what_makes_no_sense_is_refused_when_made_and_when_changed(maria_api: Running) -> None:
     create(maria_api)
-    for fields in [*BAD_FIELDS, *UNKNOWN]:
-        refused(send(maria_api, "POST", "/workers/pool", fields), 422, "invalid_input")
-        refused(send(maria_api, "PATCH", "/workers/pool/gold", fields), 422, "invalid_input")
-    refused(send(maria_api, "PATCH", "/workers/pool/gold", {"pool_id": "other"}), 422, "invalid_input")
+    with maria_api.adding_no_row():
+        for fields in [*BAD_FIELDS, *UNKNOWN]:
+            refused(send(maria_api, "POST", "/workers/pool", fields), 422, "invalid_input")
+            refused(send(maria_api, "PATCH", "/workers/pool/gold", fields), 422, "invalid_input")
+        refused(send(maria_api, "PATCH", "/workers/pool/gold", {"pool_id": "other"}), 422, "invalid_input")
     (row,) = rows(maria_api.db, schema.worker_pools)
     assert (row.revision, row.desired_workers, row.metadata) == (1, 1, None)
-    assert [event for event in events(maria_api) if event in {"pool.changed", "pool.swapped"}] == []
 
 
 def test_metadata_may_be_as_long_and_as_deep_as_allowed(api: Running) -> None:
@@ -330,10 +331,11 @@ def test_a_pool_that_drains_can_still_be_evicted(api: Running) -> None:
 def test_times_that_are_none(maria_api: Running) -> None:
     create(maria_api)
     times: list[Any] = [-1, 1e18, "10", True, [], 31_536_001]
-    for timeout in times:
-        body = {"timeout_seconds": timeout}
-        refused(maria_api.post("/control/drain_pool", {"pool_id": "gold"} | body), 422, "invalid_input")
-        refused(maria_api.post("/control/drain_node", {"all": True} | body), 422, "invalid_input")
+    with maria_api.adding_no_row():
+        for timeout in times:
+            body = {"timeout_seconds": timeout}
+            refused(maria_api.post("/control/drain_pool", {"pool_id": "gold"} | body), 422, "invalid_input")
+            refused(maria_api.post("/control/drain_node", {"all": True} | body), 422, "invalid_input")
     assert state(maria_api) == "starting"
 
 

@@ -27,7 +27,7 @@ def test_a_trigger_is_set_and_events_set_it_off(api):
 
 
 def test_what_is_no_trigger_is_refused(maria_api):
-    for body in ({}, TRIGGER | {"job": {"type": "${a}", "payload": {}}}, TRIGGER | {"code": "import os"}):
-        answer = maria_api.http.put("/policies/triggers/t", json=body)
-        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")
-    assert rows(maria_api.db, schema.policies) == []
+    with maria_api.adding_no_row():
+        for body in ({}, TRIGGER | {"job": {"type": "${a}", "payload": {}}}, TRIGGER | {"code": "import os"}):
+            answer = maria_api.http.put("/policies/triggers/t", json=body)
+            assert (answer.status_code, answer.json()["code"]) == (422, "invalid_input")

@@ -139,11 +139,11 @@ WRONG = [
 
 
 def test_a_registration_that_is_wrong_names_the_field(maria_api: Running) -> None:
-    for body, field in WRONG:
-        answer = maria_api.post("/workers/register", body)
-        refused(answer, 422, "invalid_input")
-        assert answer.json()["field"] == field
-    assert maria_api.get("/workers").json()["workers"] == []
+    with maria_api.adding_no_row():
+        for body, field in WRONG:
+            answer = maria_api.post("/workers/register", body)
+            refused(answer, 422, "invalid_input")
+            assert answer.json()["field"] == field
 
 
 # --- heartbeat ---
@@ -198,8 +198,9 @@ def test_nobody_speaks_for_a_worker_of_ours_nor_for_one_that_nobody_knows(api: R
 
 def test_a_heartbeat_that_is_wrong_changes_nothing(maria_api: Running) -> None:
     puppet = register(maria_api)
-    for said in ({"busy": -1}, {"done": 2**31}, {"failed": "1"}, {"busy": 1.0}, {"mood": "good"}):
-        refused(puppet.beat(**said), 422, "invalid_input")
+    with maria_api.adding_no_row():
+        for said in ({"busy": -1}, {"done": 2**31}, {"failed": "1"}, {"busy": 1.0}, {"mood": "good"}):
+            refused(puppet.beat(**said), 422, "invalid_input")
     assert listed(maria_api, puppet.worker_id)["busy"] == 0
 
 

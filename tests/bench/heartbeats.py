@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.heartbeats import Heartbeats
 from orchestrator.leases import Granted, LeaseRequest, Terms, token_hash
 from orchestrator.settings import Settings
-from orchestrator.store import grants, leases, schema
+from orchestrator.store import grants, renewals, schema
 from orchestrator.store.database import Database
 from tests.factories import traffic
 from tests.tables import make_tables
@@ -34,7 +34,7 @@ class Beating:
     def race(self, count: int) -> dict[str, tuple[float, float]]:
         """Heartbeats per second, and commits for each, by way."""
         ways: dict[str, Callable[[str], Any]] = {
-            "one by one": lambda token: self._db.write(lambda conn: leases.heartbeats(conn, [token_hash(token)])),
+            "one by one": lambda token: self._db.write(lambda conn: renewals.renew(conn, [token_hash(token)])),
             "batched": lambda token: self._heartbeats.of_lease(token).result(30),
         }
         return {name: self._measure(beat, count) for name, beat in ways.items()}

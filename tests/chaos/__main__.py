@@ -10,17 +10,18 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.chaos import broken, flushall, recovery
 from tests.chaos.faults import FAULTS
 from tests.chaos.kinds import KINDS
+from tests.chaos.options import chosen, seed_of
 from tests.chaos.run import Plan, Report, run
 from tests.chaos.showing import (
     SHOWN,
     concerned,
-    seed_of,
     show_figures,
     show_histories,
     show_traces,
@@ -34,28 +35,30 @@ FAULTS_PER_MINUTE, JOBS_PER_MINUTE = 20, 2000
 
 
 def main() -> int:
-    options = _options()
+    options = options_of(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
     if options.recovery:
         return _show(recovery.measure(options.kills, tell), options)
     if options.flushall:
         return _show(flushall.measure(options.jobs or 5000, tell), options)
-    with broken.sabotaged(_plan(options), options.sabotage) as plan:
+    with broken.sabotaged(plan_of(options), options.sabotage) as plan:
         report = run(plan, tell, options.folder)
     return _report(report, options)
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def plan_of(options: argparse.Namespace) -> Plan:
     if options.minutes:
         options.faults = round(options.minutes * FAULTS_PER_MINUTE)
         options.jobs = round(options.minutes * JOBS_PER_MINUTE)
-    seed = seed_of(options.seed)
-    names = options.only.split(",") if options.only else [fault.name for fault in FAULTS]
-    only = [fault for fault in FAULTS if fault.name in names]
     times: dict[str, Any] = {"times": {}} if options.defaults else {}
-    kinds = options.kinds.split(",") if options.kinds else [kind.name for kind in KINDS]
-    chosen = tuple(kind for kind in KINDS if kind.name in kinds)
-    return Plan(seed, options.jobs or 20_000, options.faults, only=only, kinds=chosen, **times)
+    return Plan(
+        seed=seed_of(options.seed),
+        jobs=options.jobs or 20_000,
+        faults=options.faults,
+        only=chosen(options.only, FAULTS),
+        kinds=chosen(options.kinds, KINDS),
+        **times,
+    )
 
 
 def _report(report: Report, options: argparse.Namespace) -> int:
@@ -96,7 +99,7 @@ def _show(figures: dict[str, Any], options: argparse.Namespace) -> int:
     return 0 if figures["ok"] else 1
 
 
-def _options() -> argparse.Namespace:
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +116,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=50, help="kills for --recovery")
     parser.add_argument("--flushall", action="store_true", help="measure the delay of a FLUSHALL")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     ),
     # Every entry leads to a claim, whatever state its job is in.
     "status-guard": (
-        Edit("orchestrator/store/moves.py", "jobs.c.status.in_(sources),", "jobs.c.status.is_not(None),"),
+        Edit("orchestrator/store/moves.py", "unled(jobs.c.status).in_(sources),", "jobs.c.status.is_not(None),"),
         Edit("orchestrator/store/offers.py", "jobs.c.queued.in_(CLAIMABLE)", "jobs.c.status.is_not(None)"),
     ),
     # Jobs are in the stream before their rows are committed.

@@ -37,7 +37,7 @@ HUNG_S = 60.0
 TIDY_S = 60.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     seed: int
     jobs: int = 20_000

@@ -1,6 +1,5 @@
 """What a run shows of itself: lines while it runs, then its figures and what it violated."""
 
-import secrets
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,6 @@ SHOWN = 5
 class Violated(Protocol):
     @property
     def invariant(self) -> str: ...
-
-
-def seed_of(given: int | None) -> int:
-    return secrets.randbelow(10**6) if given is None else given
 
 
 def tell(text: str) -> None:

@@ -8,8 +8,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, update
 
 from orchestrator import errors
+from orchestrator.store import schema
+from orchestrator.store.hot import Hot
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for top in ("orchestrator", "worker", "sql") for path in (ROOT / top).rglob("*.py"))
@@ -40,7 +43,7 @@ DIALECT_FILES = (
     "orchestrator/cli/",
     "sql/",
 )
-DIALECT_WORD = re.compile(r"mysql|mariadb|sqlite|pymysql", re.IGNORECASE)
+DIALECT_WORD = re.compile(r"mysql|mariadb|sqlite|pymysql|paramstyle|driver_connection", re.IGNORECASE)
 #: Where names and texts stand in the tree.
 SPOKEN: dict[type[ast.AST], str] = {
     ast.Constant: "value",
@@ -212,20 +215,25 @@ def nameless_threads(name: str, tree: ast.AST) -> list[str]:
 
 
 def unordered_locks(name: str, tree: ast.AST) -> list[str]:
-    """UPDATEs of leases that leave it to the planner along which index they lock: two of them deadlock now and then."""
+    """UPDATEs that leave it to the planner along which index they lock: two of them deadlock now and then.
+
+    That is all of leases, and those of a list of rows: where it names most of a table, the planner would rather scan.
+    """
     chosen = {
         id(argument)
         for node in nodes(tree)
         if isinstance(node, ast.Call) and dotted(node.func) in {"by_key", "walking"}
         for argument in node.args
     }
-    return [
-        f"{name}:{node.lineno}"
-        for node in nodes(tree)
-        if isinstance(node, ast.Call) and dotted(node.func) == "update"
-        if ast.unparse(node) in {"update(leases)", "update(schema.leases)"}
-        if id(node) not in chosen
-    ]
+    found = []
+    for node in nodes(tree):
+        if not isinstance(node, ast.Call) or id(node) in chosen:
+            continue
+        leased = dotted(node.func) == "update" and ast.unparse(node) in {"update(leases)", "update(schema.leases)"}
+        listed = dotted(node.func).endswith(".where") and _table(node) and ".in_(" in ast.unparse(node)
+        if leased or listed:
+            found.append(f"{name}:{node.lineno}")
+    return found
 
 
 RULES = {
@@ -284,6 +292,37 @@ def test_what_does_not_run_is_no_import(source):
 def test_a_status_write_is_seen_in_every_spelling(source):
     assert status_writes("worker/slot.py", ast.parse(source)) != []
     assert status_writes("orchestrator/store/moves.py", ast.parse(source)) == []
+
+
+def test_an_update_of_a_list_goes_by_its_keys():
+    def broken(source):
+        return unordered_locks("orchestrator/store/outbox.py", ast.parse(source))
+
+    assert broken("update(jobs).where(jobs.c.job_id.in_(ids)).values(queued=None)")
+    assert broken("conn.execute(update(schema.gpus).where(a, gpus.c.gpu_uuid.in_(sorted(uuids))))")
+    assert not broken("by_key(update(jobs)).where(jobs.c.job_id.in_(ids)).values(queued=None)")
+    assert not broken("update(jobs).where(jobs.c.job_id == job_id).values(queued=None)")
+    assert not broken("select(jobs.c.job_id).where(jobs.c.job_id.in_(ids))")
+
+
+@pytest.mark.parametrize("how", ["conn.execute(statement)", "Hot(lambda _ids: statement).run(conn)"])
+def test_a_status_write_is_seen_when_it_happens(how):
+    """However its values were put together."""
+
+    def run(path):
+        values = {"status": "done"}
+        known = {"conn": conn, "Hot": Hot, "statement": update(schema.jobs).values(values)}
+        exec(compile(how, ROOT / path, "exec"), known)  # noqa: S102 - as if it stood in that file
+
+    engine = create_engine("sqlite://")
+    schema.jobs.create(engine)
+    with engine.connect() as conn:
+        for path in ("orchestrator/store/reports.py", "orchestrator/store/submit.py", "worker/ledger.py"):
+            with pytest.raises(AssertionError, match=f"{path} writes a job's status"):
+                run(path)
+        run("orchestrator/store/moves.py")
+        run("tests/factories.py")
+    engine.dispose()
 
 
 def test_there_is_something_to_check():

@@ -68,6 +68,27 @@ def test_entries_that_nobody_will_get_do_not_fill_the_window(db, hub, raw, conte
     assert raw.xlen(KEY) == 0
 
 
+def test_a_lane_that_somebody_trimmed_is_announced_again(db, hub, raw, context, publisher):
+    """XTRIM takes unread entries and those that somebody has: what waits comes again, what runs ends, nothing twice."""
+    hand, ids = hire(db), submit(db, 6)
+    publisher.publish("default")
+    running, read, unread = ids[:2], ids[2:4], ids[4:]
+    assert deliver(hub, raw, hand, 4) == running + read
+    claims = hand.claim(*running)
+    raw.xtrim(KEY, maxlen=0, approximate=False)
+    hand.finish(claims[0])
+    duties.reclaim(context)
+    assert raw.xpending(KEY, "cg:inference")["pending"] == 0, "entries that are gone are nobody's"
+    for job_id in read + unread:
+        set_job(db, job_id, published_at=utc_shift(-60.0))
+    assert duties.repair(context) == 4
+    duties.publish(context)
+    assert announced(raw) == deliver(hub, raw, hand) == read + unread
+    hand.finish(claims[1], *hand.claim(*read, *unread))
+    assert Counter(status(db, job_id) for job_id in ids) == {"done": 6}
+    assert [history(db, job_id).count("job.claimed") for job_id in ids] == [1] * 6
+
+
 # --- reclaim: jobs ---
 
 
@@ -184,6 +205,60 @@ def test_an_entry_read_but_never_claimed_is_announced_again(db, hub, raw, contex
     assert announced(raw) == ids
     assert not {entry_id for entry_id, _ in raw.xrange(KEY)} & set(old)
     assert hand.claim(*ids)[0].attempt == 1
+
+
+def acked_behind_the_leader(hub, monkeypatch):
+    """Whoever read the entries acknowledges them when the leader has just taken them over: XACK asks for no owner."""
+    lane = hub.lane("default")
+    take_idle = lane.take_idle
+
+    def taken_and_acked(*given):
+        idle = take_idle(*given)
+        assert idle.entries
+        lane.ack([entry.entry_id for entry in idle.entries])
+        return idle
+
+    monkeypatch.setattr(lane, "take_idle", taken_and_acked)
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_a_late_acknowledgement_of_what_the_leader_took_over_loses_no_job(
+    db, hub, raw, context, publisher, monkeypatch, claimed
+):
+    """Its worker was thought dead, before its claim or after: the job runs once more, and only that counts."""
+    slow, (job_id,) = hire(db), submit(db)
+    publisher.publish("default")
+    deliver(hub, raw, slow)
+    claims = slow.claim(job_id) if claimed else []
+    slow.go_silent()
+    with monkeypatch.context() as patched:
+        acked_behind_the_leader(hub, patched)
+        duties.reclaim(context)
+    assert (raw.xlen(KEY), raw.xpending(KEY, "cg:inference")["pending"]) == (0, 0)
+    publisher.publish("default")
+    other = hire(db)
+    assert deliver(hub, raw, other) == [job_id]
+    (claim,) = other.claim(job_id)
+    for late in claims:
+        slow.finish(late)
+    assert status(db, job_id) == "claimed"
+    other.finish(claim)
+    assert history(db, job_id).count("job.done") == 1
+    assert (status(db, job_id), claim.attempt) == ("done", 1 + claimed)
+
+
+def test_a_late_acknowledgement_behind_a_leader_that_died_loses_no_job(db, hub, raw, context, publisher):
+    """It took the entry over and did nothing more: now neither the stream nor anybody has the job."""
+    slow, (job_id,) = hire(db), submit(db)
+    publisher.publish("default")
+    deliver(hub, raw, slow)
+    lane = hub.lane("default")
+    (entry,) = lane.take_idle(1, "0-0", 1000, 10).entries
+    lane.ack([entry.entry_id])
+    assert raw.xlen(KEY) == 0
+    set_job(db, job_id, published_at=utc_shift(-60.0))
+    assert [duties.reclaim(context), duties.repair(context), duties.publish(context)] == [0, 1, 1]
+    assert announced(raw) == [job_id]
 
 
 def test_an_entry_just_read_is_left_alone(db, hub, raw, context, publisher):
@@ -369,11 +444,11 @@ def test_a_crash_after_telling_tells_twice_and_never_not_at_all(db, raw, context
 def test_without_redis_the_letter_waits(db, hub, raw, context, monkeypatch):
     (job_id,) = buried(db)
 
-    def away(_letters):
+    def away(_epoch, _letters):
         raise RedisUnavailable("away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(hub, "bury", away)
+        patched.setattr(hub, "bury_as_leader", away)
         with pytest.raises(RedisUnavailable):
             duties.tell_dead_letters(context)
     assert duties.tell_dead_letters(context) == 1

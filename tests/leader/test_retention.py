@@ -13,7 +13,17 @@ from orchestrator.jobs import ErrorKind, Status
 from orchestrator.leader import duties, retention
 from orchestrator.leader.duties import DutyContext, forget_old
 from orchestrator.leader.term import Term, borrow
-from orchestrator.store import audit, dead_letters, flows, job_reads, leadership, leases, schema, tallies, workflows
+from orchestrator.store import (
+    audit,
+    dead_letters,
+    flows,
+    job_reads,
+    leadership,
+    lease_purge,
+    schema,
+    tallies,
+    workflows,
+)
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.retention import JOBS, ROWS
 from orchestrator.store.settle import take_from_dead
@@ -327,7 +337,7 @@ def test_a_job_whose_lease_is_left_stays_until_that_ended_and_then_its_id_is_fre
     assert left(db) == {"j", "j:1"}  # their leases are held still
     first = update(schema.leases).where(schema.leases.c.job_id == "j")
     db.write(lambda conn: conn.execute(first.values(expires_at=utc_shift(-1.0))))
-    db.write(leases.purge)
+    db.write(lease_purge.purge)
     hand.beat()
     run(context)
     assert left(db) == {"j:1"}

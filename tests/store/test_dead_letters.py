@@ -15,7 +15,7 @@ from orchestrator.api.bulk import Chosen
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import InvalidInput, JobNotFound, NotRedrivable, RedriveLimit
 from orchestrator.jobs import ErrorKind, Status
-from orchestrator.store import audit, dead_letters, failures, leases, paging, schema
+from orchestrator.store import audit, dead_letters, failures, lease_purge, paging, schema
 from orchestrator.store.dead_letters import Filter
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import take_from_dead
@@ -425,7 +425,7 @@ def test_a_job_whose_worker_vanished_is_purged_once_its_lease_is_over(db):
     assert purge(db, [claim.job_id]).job_ids == []
     assert len(active_leases(db)) == 1 and claim.job_id in letters(db)
     db.write(lambda conn: conn.execute(update(schema.leases).values(expires_at=utc_shift(-1.0))))
-    db.write(leases.purge)
+    db.write(lease_purge.purge)
     hand.beat()  # it sees that no process is left
     assert purge(db, [claim.job_id]).job_ids == [claim.job_id]
     assert rows(db, schema.leases) == []

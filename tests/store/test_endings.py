@@ -8,7 +8,7 @@ from sqlalchemy import update
 from orchestrator.errors import LeaseEnded
 from orchestrator.gpu import GpuProcess, Health
 from orchestrator.leases import Granted, LeaseRequest, Remains, Terms, token_hash
-from orchestrator.store import gpus, grants, leases, nodes, schema
+from orchestrator.store import gpus, grants, lease_purge, leases, nodes, schema
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import Left, Outcome, end_leases
 from tests.factories import STALE_S, Hand, active_leases, done, gpu, heartbeat, hire, row, rows, submit
@@ -30,7 +30,7 @@ def release(db, token):
 
 
 def purge(db, limit=200, stale_s=STALE_S):
-    return db.write(lambda conn: leases.purge(conn, limit, stale_s))
+    return db.write(lambda conn: lease_purge.purge(conn, limit, stale_s))
 
 
 def change_leases(db, **values):
@@ -468,7 +468,7 @@ def test_a_live_lease_is_neither_purged_nor_forgotten(db):
     token = client_lease(db, pid=50)
     fall_silent(db)
     assert purge(db) == 0
-    assert db.write(lambda conn: leases.forget(conn, 0.0)) == 0
+    assert db.write(lambda conn: lease_purge.forget(conn, 0.0)) == 0
     heartbeat(db, token)
 
 

@@ -9,7 +9,7 @@ from sqlalchemy import event, select, update
 from orchestrator.gpu import GpuProcess, Health
 from orchestrator.leases import Denied, GpuShare, Granted, LeaseRequest, Remains, ResidentSlot, Terms
 from orchestrator.placement import Policy
-from orchestrator.store import grants, inventory, leases, patience, residency, schema
+from orchestrator.store import grants, inventory, lease_purge, leases, patience, residency, schema
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.gpus import Gate
@@ -214,7 +214,7 @@ def test_a_lease_that_ran_out_does_not_wait_for_other_jobs_of_its_worker(db):
     gone, running = hand.claim(*submit(db, 2, min_memory_mb=4000))
     over = update(schema.leases).where(schema.leases.c.token == gone.lease.key).values(expires_at=utc_shift(-1.0))
     db.write(lambda conn: conn.execute(over))
-    db.write(lambda conn: leases.purge(conn, stale_s=STALE_S))
+    db.write(lambda conn: lease_purge.purge(conn, stale_s=STALE_S))
     hand.record(ends=[ended(gone, remains=Remains.PROCESSES, slot=f"{hand.worker_id}#1")])
     age(db, 60.0)
     hand.sees(gpu(used_mb=3000, processes=(process(f"{hand.worker_id}#2"),)), busy=1)

@@ -8,7 +8,7 @@ from sqlalchemy import text, update
 
 from orchestrator.errors import JobNotFound, LeaseEnded, LeaseNotFound, NotOwner, WorkerLost, WorkerNotFound
 from orchestrator.leases import Granted, LeaseRequest, Terms, token_hash
-from orchestrator.store import grants, leases, registry, reports, schema, withdraw
+from orchestrator.store import grants, registry, renewals, reports, schema, withdraw
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.dispatch import Claiming, Fetch
@@ -34,7 +34,7 @@ def change(db, key, **values):
 
 
 def extend(db, keys, **how):
-    return db.write(lambda conn: leases.heartbeats(conn, keys, **how))
+    return db.write(lambda conn: renewals.renew(conn, keys, **how))
 
 
 def hear(db, *beats, **how):
@@ -226,7 +226,7 @@ def test_rows_are_waited_for_only_in_turn(maria_db):
         with hold, pytest.raises(RowsHeld):
             maria_db.write_at_once(lambda conn: registry.heartbeats(conn, [Told(remote.worker_id)], in_turn=True))
     with holding_lease(maria_db, key), pytest.raises(RowsHeld):
-        maria_db.write_at_once(lambda conn: leases.heartbeats(conn, [key], in_turn=True))
+        maria_db.write_at_once(lambda conn: renewals.renew(conn, [key], in_turn=True))
 
 
 def test_a_lease_that_ended_while_its_turn_was_waited_for_is_held_by_nobody(maria_db):

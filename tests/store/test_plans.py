@@ -3,6 +3,7 @@
 The statements are those the functions send, caught on their way; nothing here repeats a query.
 """
 
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -11,22 +12,27 @@ from sqlalchemy import event, insert, text
 
 from orchestrator.jobs import ErrorKind, Queued, Status
 from orchestrator.leader import duties, workflows
+from orchestrator.settings import Settings
 from orchestrator.store import (
     audit,
     backlog,
     blocked,
     dead_letters,
     dispatch,
+    endings,
     flows,
     gates,
     gpus,
     job_reads,
     leadership,
+    lease_purge,
+    lease_reads,
     leases,
     load,
     nodes,
     outbox,
     paging,
+    renewals,
     reports,
     residency,
     retention,
@@ -36,19 +42,20 @@ from orchestrator.store import (
     worker_reads,
 )
 from orchestrator.store.claim import claim_jobs
+from orchestrator.store.database import Database
 from orchestrator.store.hot import Hot
 from orchestrator.store.job_reads import Filter
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
 from orchestrator.tallies import Ids
 from orchestrator.workflows import FlowStatus
 from tests.conftest import empty
-from tests.factories import POLICY, Hand, hire, is_sqlite, many_jobs, now
+from tests.factories import POLICY, Hand, hire, many_jobs, now
 
 HISTORY = 3000
 LETTERS = 1000
 
 
-def crowd(db) -> Hand:
+def crowd(db, history=HISTORY, letters=LETTERS) -> Hand:
     """A long history, a backlog, and little of what each query looks for."""
     start = now(db) - timedelta(hours=2)
 
@@ -69,8 +76,8 @@ def crowd(db) -> Hand:
         )
 
     hand = hire(db)
-    owned("done", None, HISTORY, "done", worker_id=lambda i: f"old-{i % 30}")
-    owned("pending", "ready", HISTORY, "ready")
+    owned("done", None, history, "done", worker_id=lambda i: f"old-{i % 30}")
+    owned("pending", "ready", history, "ready")
     owned("pending", "announced", 60, "announced", published_at=moment)
     owned("pending", "delayed", 500, "later", not_before=lambda i: moment(i) + timedelta(days=9))
     owned("pending", "delayed", 10, "due", not_before=moment)
@@ -85,27 +92,27 @@ def crowd(db) -> Hand:
     owned("running", None, 10, "late", worker_id="somebody-else", expires_at=moment)
     owned("pending", "blocked", 500, "gated", blocked_on=lambda i: ("capacity", "quiet")[i % 2], cost_units=1.0)
     owned("skipped", None, 300, "task", workflow_id="flow")
-    owned("dead_letter", None, LETTERS, "dead", type=lambda i: f"type-{i % 7}")
+    owned("dead_letter", None, letters, "dead", type=lambda i: f"type-{i % 7}")
     db.write(
         lambda conn: conn.execute(
             insert(schema.dead_letters),
             [
                 {"job_id": f"dead-{i:06}", "reason": f"reason-{i % 3}", "attempts": 3, "buried_at": moment(i)}
                 | {"entry_id": f"{i}-0" if i >= 8 else None}
-                for i in range(LETTERS)
+                for i in range(letters)
             ],
         )
     )
     db.write(
         lambda conn: conn.execute(
             insert(schema.audit),
-            [{"event_type": "job.done", "job_id": f"done-{i % 500:06}"} for i in range(HISTORY)],
+            [{"event_type": "job.done", "job_id": f"done-{i % 500:06}"} for i in range(history)],
         )
     )
     db.write(
         lambda conn: conn.execute(
             insert(schema.results),
-            [{"job_id": f"done-{i:06}", "attempt": 1, "result": "{}", "run_seconds": 1.0} for i in range(HISTORY)],
+            [{"job_id": f"done-{i:06}", "attempt": 1, "result": "{}", "run_seconds": 1.0} for i in range(history)],
         )
     )
     lease = {"agent_name": "a", "memory_mb": 1, "ttl_seconds": 60.0}
@@ -164,11 +171,11 @@ def crowd(db) -> Hand:
 HOT = {
     "publisher take": (lambda c, _: outbox.take(c, "default", 100), "ix_jobs_queue", 100),
     "urgent": (
-        lambda c, _: outbox.take(c, "default", 100, outbox.Urgent(50, 10.0)),
+        lambda c, _: outbox.take(c, "default", 20, outbox.Urgent(20, 10.0)),
         "ix_jobs_start_by",
         21,  # those that are near, of this lane, and announced ones among them
     ),
-    "dispatchable, announced": (lambda c, _: dispatch.look(c, "default", 40), "ix_jobs_queue", 40),
+    "dispatchable, announced": (lambda c, _: dispatch.look(c, "default", 40), "ix_jobs_queue", 50),  # and then ready
     "dispatchable, ready": (
         lambda c, _: list(dispatch._QUEUES[Queued.READY].rows(c, of_lane="default", most=40)),
         "ix_jobs_queue",
@@ -216,7 +223,7 @@ HOT = {
         "PRIMARY",
         16,
     ),
-    "lease expiry": (lambda c, _: leases.purge(c, 100), "ix_leases_expiry", 11),
+    "lease expiry": (lambda c, _: lease_purge.purge(c, 100), "ix_leases_expiry", 11),
     "worker liveness": (lambda c, _: nodes.declare_lost(c, 60.0, 100), "ix_workers_liveness", 6),
     "waiting at a gate": (
         lambda c, _: blocked.first_rows(c, "capacity", 50, schema.jobs.c.job_id),
@@ -236,34 +243,51 @@ HOT = {
 }
 
 
-def selects(engine, call, verb="SELECT"):
-    """Every SELECT that `call` sends, with its parameters; its effects are rolled back."""
-    caught = []
+def planned(engine, call, plan):
+    """The plan of every SELECT, UPDATE and DELETE that `call` sends, by its text, at the moment when it comes.
 
-    def catch(_conn, _cursor, statement, parameters, *_rest):
-        if statement.startswith(verb):
-            caught.append((statement, parameters))
+    What it did is rolled back.
+    """
+    plans = {}
 
-    event.listen(engine, "before_cursor_execute", catch)
-    with engine.connect() as connection:
-        call(connection)
-        connection.rollback()
-    event.remove(engine, "before_cursor_execute", catch)
-    return caught
+    def ask(conn, _cursor, statement, parameters, *_rest):
+        if statement.startswith(("SELECT", "UPDATE", "DELETE")) and statement not in plans:
+            with closing(conn.connection.cursor()) as cursor:
+                plans[statement] = plan(cursor, statement, parameters)
 
-
-def first_select(engine, call, verb="SELECT"):
-    return selects(engine, call, verb)[0]
-
-
-def analyzed(crowded, call):
-    """What the first statement reads, and along which indexes."""
-    return analyzed_statement(crowded, *first_select(crowded.db.engine, call))
+    event.listen(engine, "before_cursor_execute", ask)
+    try:
+        with engine.connect() as connection:
+            call(connection)
+            connection.rollback()
+    finally:
+        event.remove(engine, "before_cursor_execute", ask)
+    return plans
 
 
-def analyzed_statement(crowded, statement, parameters):
-    with crowded.db.engine.connect() as connection:
-        return connection.exec_driver_sql(f"ANALYZE {statement}", parameters).mappings().all()
+def analyze(cursor, statement, parameters):
+    """What it reads, by doing it: MariaDB executes what it analyzes."""
+    cursor.execute("SAVEPOINT before_it")
+    cursor.execute(f"ANALYZE {statement}", parameters)
+    names = [column[0] for column in cursor.description]
+    steps = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+    cursor.execute("ROLLBACK TO SAVEPOINT before_it")
+    return steps
+
+
+def explain(cursor, statement, parameters):
+    return " / ".join(step[3] for step in cursor.execute(f"EXPLAIN QUERY PLAN {statement}", parameters))
+
+
+def analyzed_all(crowded, call, verb="SELECT"):
+    """What each of these statements reads, and along which indexes, by its text."""
+    plans = planned(crowded.db.engine, call, analyze)
+    return {statement: steps for statement, steps in plans.items() if statement.startswith(verb)}
+
+
+def analyzed(crowded, call, verb="SELECT"):
+    """The same of the first."""
+    return next(iter(analyzed_all(crowded, call, verb).values()))
 
 
 @pytest.fixture(scope="module")
@@ -276,16 +300,41 @@ def crowded(mariadb_with_tables):
     return hand
 
 
+@pytest.fixture(scope="module")
+def crowded_sqlite(sqlite_with_tables, tmp_path_factory):
+    """The same in SQLite, and less of it: without statistics, the number of rows changes no plan."""
+    path = tmp_path_factory.mktemp("plans") / "copy.db"
+    path.write_bytes(sqlite_with_tables.read_bytes())
+    db = Database(Settings(database_url=f"sqlite:///{path}"))
+    yield crowd(db, history=30, letters=10)
+    db.close()
+
+
 @pytest.mark.parametrize("name", HOT)
-def test_a_hot_query_follows_its_index_and_reads_little_on_mariadb(crowded, name):
+def test_a_hot_call_follows_its_indexes_and_reads_little_on_mariadb(crowded, name):
     call, index, most = HOT[name]
-    plan = analyzed(crowded, lambda conn: call(conn, crowded))
-    (step,) = plan
-    assert step["key"] == index, dict(step)
-    assert step["type"] not in {"ALL", "index"} or name == "page of all", dict(step)
-    assert float(step["r_rows"]) <= most, dict(step)
-    # A few rows of two states may be sorted; a backlog may not.
-    assert "filesort" not in step["Extra"] or most < 10, dict(step)
+    plans = planned(crowded.db.engine, lambda conn: call(conn, crowded), analyze)
+    (first,) = next(iter(plans.values()))
+    assert first["key"] == index, first
+    for statement, steps in plans.items():
+        for step in steps:
+            assert step["key"] and (step["type"] not in {"ALL", "index"} or name == "page of all"), (statement, step)
+            assert statement.startswith("SELECT") or step["key"] == "PRIMARY", (statement, step)
+            assert float(step["r_rows"]) <= most, (statement, step)
+            # A few rows of two states may be sorted; a backlog may not.
+            assert "filesort" not in step["Extra"] or most < 10, (statement, step)
+
+
+@pytest.mark.parametrize("name", HOT)
+def test_a_hot_call_follows_its_indexes_on_sqlite(crowded_sqlite, name):
+    call, index, _most = HOT[name]
+    plans = planned(crowded_sqlite.db.engine, lambda conn: call(conn, crowded_sqlite), explain)
+    first, *_ = plans.values()
+    assert (index if index != "PRIMARY" else "sqlite_autoindex") in first, first
+    for statement, plan in plans.items():
+        assert "SCAN" not in plan or name == "page of all", (statement, plan)
+        # By another index it would pass by all that are in the same state.
+        assert statement.startswith("SELECT") or "sqlite_autoindex" in plan, (statement, plan)
 
 
 #: What leaders ask before they begin anything.
@@ -314,15 +363,14 @@ FORGETTING = {
     "no events": (lambda c: retention.forget_events(c, 1e7), 3 * retention.ROWS),
     "tasks of a workflow": (lambda c: retention._letters(c, _FLOW), 1),
     "what is given up": (retention.given_up, 1),
-    "leases of jobs": (lambda c: leases.forget_jobs(c, ["nobody", "no-one"]), 3),
+    "leases of jobs": (lambda c: lease_purge.forget_jobs(c, ["nobody", "no-one"]), 3),
 }
 
 
 @pytest.mark.parametrize("name", FORGETTING)
 def test_a_look_for_what_is_old_is_bounded_whatever_is_kept(crowded, name):
     call, most = FORGETTING[name]
-    for statement in selects(crowded.db.engine, call):
-        plan = analyzed_statement(crowded, *statement)
+    for plan in analyzed_all(crowded, call).values():
         read = sum(float(step["r_rows"] or 0) for step in plan)
         assert read <= most, [dict(step) for step in plan]
 
@@ -354,8 +402,7 @@ LETTERS_READ = {
 def test_dead_letters_lead_to_their_jobs_and_never_the_reverse(crowded, name):
     """By an index of the jobs, filters would walk over the history of a type or an agent."""
     call, index, most = LETTERS_READ[name]
-    joined = next(one for one in selects(crowded.db.engine, call) if "JOIN" in one[0])
-    plan = analyzed_statement(crowded, *joined)
+    plan = next(plan for statement, plan in analyzed_all(crowded, call).items() if "JOIN" in statement)
     letters, job = plan
     assert (letters["table"], job["table"]) == ("dead_letters", "orchestrator_jobs"), plan
     assert index == letters["key"], dict(letters)
@@ -367,14 +414,14 @@ _KEYS = [f"{i:064}" for i in range(8)]
 #: name → (call, index of the leases, most leases read); their shares are read by the key of each
 LEASES_READ = {
     "holders": (lambda c, h: gpus.holders(c, "node-1"), "ix_leases_node", 20),
-    "shares": (lambda c, h: leases._shares(c, "node-1"), "ix_leases_node", 20),
+    "shares": (lambda c, h: endings._shares(c, "node-1"), "ix_leases_node", 20),
     "evicted": (lambda c, h: residency.evicted(c, "node-1", [h.worker_id], ()), "ix_leases_node", 20),
     "idle models of a node": (lambda c, h: residency._idle(c, "node-1"), "ix_leases_node", 20),
     "idle models": (lambda c, h: residency._idle(c, None), "ix_leases_expiry", 400),
     "warm nodes": (lambda c, h: residency.warm_nodes(c, {"m"}), "ix_leases_expiry", 400),
-    "unwatched": (lambda c, h: leases._free_unwatched(c, 5.0, 100), "ix_leases_expiry", 11),
+    "unwatched": (lambda c, h: lease_purge._free_unwatched(c, 5.0, 100), "ix_leases_expiry", 11),
     "held": (lambda c, h: leases.free(c, _KEYS), "PRIMARY", 8),
-    "page": (lambda c, h: leases.page(c, 50), "ix_leases_expiry", 400),
+    "page": (lambda c, h: lease_reads.page(c, 50), "ix_leases_expiry", 400),
     "revoked": (lambda c, h: leases.revoke(c, {"GPU-0": "lost"}), "ix_leases_expiry", 400),
 }
 
@@ -392,32 +439,20 @@ def test_what_is_over_costs_those_nothing_who_look_for_live_leases(crowded, name
 
 
 @pytest.mark.parametrize("name", LEASES_READ)
-def test_leases_are_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):
-    path = tmp_path / "copy.db"
-    path.write_bytes(sqlite_with_tables.read_bytes())
-    db = open_database(f"sqlite:///{path}")
+def test_leases_are_searched_not_scanned_on_sqlite(crowded_sqlite, name):
     call, _index, _most = LEASES_READ[name]
-    hand = hire(db)
-    statement, parameters = first_select(db.engine, lambda conn: call(conn, hand))
-    with db.engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).mappings().all()
-    details = " / ".join(step["detail"] for step in plan)
     # Along which index is not said: without statistics, SQLite takes any of those that begin with an equality.
-    assert "SCAN" not in details
-    assert "SEARCH orchestrator_leases USING" in details
+    first, *_ = planned(crowded_sqlite.db.engine, lambda conn: call(conn, crowded_sqlite), explain).values()
+    assert "SCAN" not in first
+    assert "SEARCH orchestrator_leases USING" in first
 
 
 @pytest.mark.parametrize("count", [2, 16])
 def test_jobs_are_ended_by_their_keys_not_by_a_walk_over_all_that_run(crowded, count):
     """By the index on status, every worker would lock, and wait for, the running jobs of all the others."""
     ends = [End(f"mine-{i:06}", 1, Outcome.DONE, result="{}", run_seconds=1.0) for i in range(count)]
-    engine = crowded.db.engine
-    statement, parameters = first_select(
-        engine, lambda conn: finish_all(conn, crowded.by, ends), verb="UPDATE orchestrator_jobs"
-    )
-    with engine.connect() as connection:
-        (step,) = connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).mappings().all()
-    assert (step["key"], int(step["rows"])) == ("PRIMARY", count), dict(step)
+    (step,) = analyzed(crowded, lambda conn: finish_all(conn, crowded.by, ends), verb="UPDATE orchestrator_jobs")
+    assert (step["key"], float(step["r_rows"])) == ("PRIMARY", count), step
 
 
 def test_a_look_for_overruns_reads_what_is_owned_and_never_the_history(crowded):
@@ -452,9 +487,8 @@ def test_stale_jobs_are_counted_up_to_a_limit(crowded):
 
 def test_a_heartbeat_reads_the_live_leases_of_its_node_and_none_that_are_over(crowded):
     mine = {crowded.worker_id: "node-1"}
-    renewed = selects(crowded.db.engine, lambda conn: nodes.renew_leases(conn, mine))
-    looked = selects(crowded.db.engine, lambda conn: nodes._not_renewed(conn, mine, 5.0))
-    (found,), (step,), (old,) = (analyzed_statement(crowded, *one) for one in [*renewed, *looked])
+    (found,), (step,) = analyzed_all(crowded, lambda conn: renewals.renew_of_workers(conn, mine)).values()
+    (old,) = analyzed(crowded, lambda conn: renewals.not_renewed(conn, mine, 5.0))
     for look in (found, old):
         assert (look["key"], float(look["r_rows"])) == ("ix_leases_node", 20), dict(look)
     # By their keys alone: whoever ends a lease changes the index of its node, and would wait for us there.
@@ -598,8 +632,7 @@ def test_a_page_of_what_no_index_has_looks_at_a_window(crowded, monkeypatch, nam
     found, cursor = crowded.db.read(lambda conn: job_reads.page(conn, wanted, 50, None))
     assert found == []
     for at in (None, cursor):
-        asked = selects(crowded.db.engine, lambda conn, at=at: job_reads.page(conn, wanted, 50, at))
-        plans = [analyzed_statement(crowded, *one) for one in asked]
+        plans = [*analyzed_all(crowded, lambda conn, at=at: job_reads.page(conn, wanted, 50, at)).values()]
         assert [step["key"] for (step,) in plans] == [index] * 2, plans
         assert "Using index" in plans[0][0]["Extra"], plans  # no row is read for the end of the window
         assert all("filesort" not in step["Extra"] for (step,) in plans), plans
@@ -607,48 +640,13 @@ def test_a_page_of_what_no_index_has_looks_at_a_window(crowded, monkeypatch, nam
 
 
 @pytest.mark.parametrize("name", UNLED)
-def test_a_page_of_what_no_index_has_follows_one_on_sqlite(
-    sqlite_with_tables, tmp_path, open_database, monkeypatch, name
-):
+def test_a_page_of_what_no_index_has_follows_one_on_sqlite(crowded_sqlite, monkeypatch, name):
     """By the index of its lane, say, all of that would be sorted."""
-    path = tmp_path / "copy.db"
-    path.write_bytes(sqlite_with_tables.read_bytes())
-    db = open_database(f"sqlite:///{path}")
     monkeypatch.setattr(paging, "WINDOW", 5)
-    many_jobs(db, 20, workflow_id="flow", agent="agent-3", status="done", queued=None)
     wanted, index = UNLED[name]
-    asked = selects(db.engine, lambda conn: job_reads.page(conn, wanted, 50, None))
-    assert len(asked) == 2
-    for statement, parameters in asked:
-        with db.engine.connect() as connection:
-            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).mappings().all()
-        assert index in plan[0]["detail"], [step["detail"] for step in plan]
+    plans = planned(crowded_sqlite.db.engine, lambda conn: job_reads.page(conn, wanted, 50, None), explain)
+    assert len(plans) == 2
+    for plan in plans.values():
+        assert index in plan.split(" / ")[0]
         # Jobs of one moment may be sorted.
-        assert not any("B-TREE FOR ORDER BY" in step["detail"] for step in plan), [step["detail"] for step in plan]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "publisher take",
-        "urgent",
-        "promote_due",
-        "announced",
-        "overdue",
-        "dispatchable, announced",
-        "dispatchable, ready",
-    ],
-)
-def test_the_queue_is_searched_not_scanned_on_sqlite(sqlite_with_tables, tmp_path, open_database, name):
-    path = tmp_path / "copy.db"
-    path.write_bytes(sqlite_with_tables.read_bytes())
-    db = open_database(f"sqlite:///{path}")
-    assert is_sqlite(db)
-    call, index, _most = HOT[name]
-    hand = hire(db)
-    statement, parameters = first_select(db.engine, lambda conn: call(conn, hand))
-    with db.engine.connect() as connection:
-        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).mappings().all()
-    details = " / ".join(step["detail"] for step in plan)
-    assert "SCAN" not in details
-    assert index in details
+        assert "B-TREE FOR ORDER BY" not in plan

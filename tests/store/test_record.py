@@ -11,7 +11,7 @@ from sqlalchemy import update
 from orchestrator import jobs as rules
 from orchestrator.errors import ResultNotFound
 from orchestrator.jobs import ErrorKind
-from orchestrator.store import audit, job_reads, leases, nodes, schema, settle
+from orchestrator.store import audit, job_reads, lease_purge, nodes, schema, settle
 from orchestrator.store.claim import Claim
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import End, Outcome, Start, take_from_dead
@@ -42,7 +42,7 @@ def test_a_finished_job_has_its_result_and_frees_its_lease(db):
     assert (record["status"], record["result"], record["run_seconds"]) == ("done", {"answer": 42}, 0.5)
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [0]
     assert active_leases(db) == []
-    assert db.write(lambda conn: leases.forget(conn, 60.0)) == 1
+    assert db.write(lambda conn: lease_purge.forget(conn, 60.0)) == 1
     assert rows(db, schema.leases) == rows(db, schema.lease_gpus) == []
     assert row(db, claim.job_id).lease_token is None
 
@@ -265,7 +265,7 @@ def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_stand_until_they_ex
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [3000]
     over = update(schema.leases).where(schema.leases.c.worker_id == hand.worker_id)
     db.write(lambda conn: conn.execute(over.values(expires_at=utc_shift(-1.0))))
-    assert db.write(leases.purge) == 2
+    assert db.write(lease_purge.purge) == 2
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [3000]  # until a neighbour sees that its processes are gone
     other.beat(busy=1)
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [1000]

@@ -12,7 +12,7 @@ from orchestrator.store.backlog import Left, left
 from orchestrator.store.settle import finish_all
 from orchestrator.store.spawning import Marked, Parent, Rules, check, forget_lost, make_some, marked, stage
 from orchestrator.workflows import Limits
-from tests.factories import POLICY, done, hire, is_sqlite, row, rows, submit, traffic
+from tests.factories import POLICY, done, hire, row, rows, submit, traffic
 from tests.store.test_workflows import create, flow, run, standing, sweep, task
 from worker.spawn import Added, Stage
 
@@ -403,33 +403,29 @@ def test_a_workflow_that_was_stopped_gets_no_more_tasks_until_it_goes_on(db, mon
     assert flow(db)["status"] == "done"
 
 
-def test_who_stops_a_workflow_waits_for_whoever_adds_tasks_to_it(db):
+def test_who_stops_a_workflow_waits_for_whoever_adds_tasks_to_it(maria_db):
     """Otherwise tasks that are made at this moment would be missed, and run."""
-    if is_sqlite(db):
-        pytest.skip("one writer at a time")
-    create(db, task("a"))
-    attempt = begin(db, "w.a")
+    create(maria_db, task("a"))
+    attempt = begin(maria_db, "w.a")
     attempt.stage.map("echo", range(5), 1, None, {})
     attempt.succeed()
     with ThreadPoolExecutor(1) as pool:
 
         def slowly(conn):
-            made = spawning.make(conn, db, attempt.mark, RULES)
-            cancelling = pool.submit(lambda: db.write(lambda conn: workflows.cancel(conn, "w")))
+            made = spawning.make(conn, maria_db, attempt.mark, RULES)
+            cancelling = pool.submit(lambda: maria_db.write(lambda conn: workflows.cancel(conn, "w")))
             with pytest.raises(TimeoutError):
                 cancelling.result(0.3)
             return made, cancelling
 
-        made, cancelling = db.write(slowly)
+        made, cancelling = maria_db.write(slowly)
         cancelling.result(60)
-    assert made.count == 5 and list(standing(db).values()).count("cancelled") == 5
+    assert made.count == 5 and list(standing(maria_db).values()).count("cancelled") == 5
 
 
-def test_tasks_that_are_made_while_their_workflow_fails_are_cancelled_too(db, monkeypatch):
-    if is_sqlite(db):
-        pytest.skip("one writer at a time")
-    create(db, task("a"), task("b"))
-    attempt = begin(db, "w.a")
+def test_tasks_that_are_made_while_their_workflow_fails_are_cancelled_too(maria_db, monkeypatch):
+    create(maria_db, task("a"), task("b"))
+    attempt = begin(maria_db, "w.a")
     attempt.stage.map("echo", range(5), 1, None, {})
     attempt.succeed()
     look = flows.tasks
@@ -443,9 +439,9 @@ def test_tasks_that_are_made_while_their_workflow_fails_are_cancelled_too(db, mo
     with monkeypatch.context() as patched:
         patched.setattr(flows, "tasks", slowly)
         attempt.hand.fail(claim, ErrorKind.PERMANENT)
-    assert flow(db)["sweep"] == "pending" and list(standing(db).values()).count("ready") == 5
-    sweep(db)
-    assert flow(db)["sweep"] is None and list(standing(db).values()).count("cancelled") == 5
+    assert flow(maria_db)["sweep"] == "pending" and list(standing(maria_db).values()).count("ready") == 5
+    sweep(maria_db)
+    assert flow(maria_db)["sweep"] is None and list(standing(maria_db).values()).count("cancelled") == 5
 
 
 def test_tasks_that_can_never_be_fail_their_workflow(db):

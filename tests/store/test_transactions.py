@@ -382,17 +382,36 @@ def test_a_server_that_restarts_is_found_again(private_server, settings):
     opened.close()
 
 
-def test_reads_take_no_locks_and_hold_no_snapshot(db):
+def look_twice(db):
+    """Work that sees a job's status, and again when somebody else has claimed it."""
     (job_id,) = submit(db)
     hand = hire(db)
 
-    def look_twice(conn):
+    def work(conn):
         query = select(schema.jobs.c.status).where(schema.jobs.c.job_id == job_id)
         first = conn.execute(query).scalar()
         hand.claim(job_id)
         return first, conn.execute(query).scalar()
 
-    assert db.read(look_twice) == ("pending", "claimed")
+    return work
+
+
+def test_reads_take_no_locks_and_hold_no_snapshot(db):
+    assert db.read(look_twice(db)) == ("pending", "claimed")
+
+
+def test_a_transaction_sees_what_others_committed_since_it_began(maria_db):
+    """READ COMMITTED: nobody decides by a picture of the past."""
+    assert maria_db.write(look_twice(maria_db)) == ("pending", "claimed")
+
+
+def test_a_transaction_holds_the_rows_that_it_found_and_not_the_room_between_them(maria_db, beside):
+    """READ COMMITTED: who looks at a queue keeps nobody from joining it."""
+    add = lambda conn, *names: conn.execute(schema.lanes.insert(), [{"lane": name} for name in names])
+    maria_db.write(lambda conn: add(conn, "a", "c"))
+    queue = select(schema.lanes).where(schema.lanes.c.lane >= "a").with_for_update()
+    beside(lambda conn: conn.execute(queue).all(), lambda: maria_db.write_at_once(lambda conn: add(conn, "b", "d")))
+    assert len(rows(maria_db, schema.lanes)) == 4
 
 
 def connection_id(conn):

@@ -25,7 +25,7 @@ from orchestrator.store.settle import End, Outcome, finish_all, record, take_fro
 from orchestrator.store.submit import Rules, Verdict, submit_jobs
 from orchestrator.store.sweeping import Walk
 from orchestrator.workflows import FlowStatus, Limits, NewWorkflow, prepare_tasks
-from tests.factories import POLICY, done, failed, hire, history, is_sqlite, meeting, new_job, row, rows, submit, traffic
+from tests.factories import POLICY, done, failed, hire, history, meeting, new_job, row, rows, submit, traffic
 from tests.fetchers import enlist
 
 LIMITS = Limits(10_000, 16)
@@ -201,12 +201,10 @@ def test_two_parents_that_end_at_the_same_moment_let_their_child_go_once(db):
         assert flow(db, name)["progress"]["done"] == 2 and row(db, f"{name}.c").waits_for == 0
 
 
-def test_the_second_of_two_open_transactions_waits_for_the_first_and_sees_its_end(db):
+def test_the_second_of_two_open_transactions_waits_for_the_first_and_sees_its_end(maria_db):
     """The race itself: both have ended their parent before either commits."""
-    if is_sqlite(db):
-        pytest.skip("one writer at a time")
-    create(db, task("a"), task("b"), task("c", "a", "b"))
-    hands = [hire(db), hire(db)]
+    create(maria_db, task("a"), task("b"), task("c", "a", "b"))
+    hands = [hire(maria_db), hire(maria_db)]
     claims = [hand.claim(f"w.{one}")[0] for hand, one in zip(hands, "ab", strict=True)]
     finish = meeting(2, finish_all)
 
@@ -215,11 +213,11 @@ def test_the_second_of_two_open_transactions_waits_for_the_first_and_sees_its_en
             with audit.together(conn), followers.together(conn):
                 finish(conn, hand.by, [done(claim)])
 
-        db.write(work)
+        maria_db.write(work)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(settle, hands, claims))
-    assert standing(db) == {"a": "done", "b": "done", "c": "ready"} and flow(db)["progress"]["done"] == 2
+    assert standing(maria_db) == {"a": "done", "b": "done", "c": "ready"} and flow(maria_db)["progress"]["done"] == 2
 
 
 def test_tasks_of_the_oldest_workflow_go_first_however_late_they_are_let_go(db):

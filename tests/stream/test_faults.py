@@ -1,5 +1,6 @@
 """Faults on the way to the stream server: flushed keys, lost replies, half-open connections, restarts."""
 
+import socket
 import time
 
 import pytest
@@ -181,6 +182,18 @@ def test_a_half_open_connection_ends_a_blocked_read_in_time(far, proxy, raw):
     proxy.heal()
     raw.xadd(lane.key, {"job_id": "a"})
     assert read(reader) == ["a"]
+
+
+def test_the_kernel_looks_after_connections_on_which_nobody_asks(hub):
+    """Those of the pool, and those whose read waits."""
+    reader = hub.reader(hub.lane("default"), "w1")
+    assert read(reader) == []
+    for client in (hub._client, reader.ear.client):
+        connection = client.connection_pool.get_connection()
+        assert connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection._sock.gettimeout(), "what they are asked ends, however"
+        client.connection_pool.release(connection)
+    reader.ear.close()
 
 
 def test_half_open_connections_of_the_pool_are_replaced(far, proxy):

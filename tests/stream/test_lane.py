@@ -1,5 +1,7 @@
 """A lane: entries announce jobs, a group delivers them, acknowledging removes them."""
 
+from contextlib import contextmanager
+
 import pytest
 from redis.exceptions import ResponseError
 
@@ -117,6 +119,17 @@ def test_a_late_acknowledgement_of_the_old_entry_does_not_hurt_the_new_one(lane,
     assert pending(raw, lane) == 1
 
 
+@contextmanager
+def counting(raw, command):
+    """How often the server ran this command meanwhile."""
+
+    def calls():
+        return raw.info("commandstats").get(f"cmdstat_{command}", {"calls": 0})["calls"]
+
+    before = calls()
+    yield lambda: calls() - before
+
+
 def test_a_leader_acknowledges_under_its_epoch_and_an_older_one_is_refused(lane, reader, raw):
     lane.announce(ready("a", "b", "c"))
     first, second, third = (entry.entry_id for entry in reader.read(10, 20))
@@ -126,7 +139,9 @@ def test_a_leader_acknowledges_under_its_epoch_and_an_older_one_is_refused(lane,
         lane.ack_as_leader(7, [third])
     assert [entry_id for entry_id, _ in raw.xrange(lane.key)] == [third]
     assert pending(raw, lane) == 1
-    lane.ack_as_leader(8, [third])
+    with counting(raw, "set") as writes:
+        lane.ack_as_leader(8, [third])
+    assert writes() == 0, "the epoch stands there already"
     lane.ack_as_leader(9, [])
     assert lane.length() == 0
     with pytest.raises(StaleEpoch):
@@ -157,7 +172,7 @@ def test_scripts_survive_script_flush(lane, reader, raw):
 def walk(lane, idle_ms=0, count=5):
     entries, deleted, cursor, steps = [], [], "0-0", 0
     while True:
-        step = lane.take_idle(cursor, idle_ms, count)
+        step = lane.take_idle(1, cursor, idle_ms, count)
         entries += step.entries
         deleted += step.deleted
         cursor, steps = step.cursor, steps + 1
@@ -202,7 +217,7 @@ def test_only_entries_idle_long_enough_are_taken(lane, reader):
     lane.announce(ready("a"))
     reader.read(1, 20)
     assert walk(lane, idle_ms=60_000) == ([], [], 1)
-    assert lane.take_idle("0-0", 0, 10).entries[0].job_id == "a"
+    assert lane.take_idle(1, "0-0", 0, 10).entries[0].job_id == "a"
 
 
 def test_a_lane_that_does_not_exist_has_nothing_idle(lane):
@@ -214,8 +229,18 @@ def test_a_lane_that_does_not_exist_has_nothing_idle(lane):
 def test_idle_entries_belong_to_the_leader_afterwards(lane, reader, raw):
     lane.announce(ready("a"))
     reader.read(1, 20)
-    lane.take_idle("0-0", 0, 10)
+    lane.take_idle(1, "0-0", 0, 10)
     assert [c["name"] for c in raw.xpending(lane.key, lane.group)["consumers"]] == [LEADER]
+
+
+def test_a_leader_that_was_replaced_takes_nothing_over(lane, reader, raw):
+    lane.announce(ready("a"))
+    reader.read(1, 20)
+    lane.ack_as_leader(8, ["1-1"])
+    with pytest.raises(StaleEpoch):
+        lane.take_idle(7, "0-0", 0, 10)
+    assert [c["name"] for c in raw.xpending(lane.key, lane.group)["consumers"]] == ["w1"]
+    assert len(lane.take_idle(8, "0-0", 0, 10).entries) == 1
 
 
 # --- consumers ---
@@ -295,7 +320,7 @@ def test_a_key_of_another_type_is_an_error_not_a_crash(hub, lane, raw):
         lambda: lane.survey(1).coming,
         lambda: lane.ack(["1-1"]),
         lambda: lane.ack_as_leader(1, ["1-1"]),
-        lambda: lane.take_idle("0-0", 0, 1),
+        lambda: lane.take_idle(1, "0-0", 0, 1),
         lambda: hub.reader(lane, "w").read(1, 20),
     ):
         with pytest.raises(RedisUnavailable):
@@ -387,6 +412,20 @@ def test_dead_letters_say_what_died_and_why(hub, raw):
         "reason": "worker_lost",
     }
     assert len(letter["last_error"]) == 1000
+
+
+def test_a_leader_that_was_replaced_tells_of_no_dead_letter(hub, raw):
+    letters = [DeadLetter(f"j{i}", "", 3, "x" * 5000, "worker_lost") for i in range(2)]
+    told = hub.bury_as_leader(8, letters)
+    with pytest.raises(StaleEpoch) as refused:
+        hub.bury_as_leader(7, letters)
+    assert refused.value.newest == 8
+    found = raw.xrange("stream:orchestrator:dlq")
+    assert ([entry_id for entry_id, _ in found], [letter["job_id"] for _, letter in found]) == (told, ["j0", "j1"])
+    assert {(letter["attempts"], letter["reason"], len(letter["last_error"])) for _, letter in found} == {
+        ("3", "worker_lost", 1000)
+    }
+    assert hub.bury_as_leader(7, []) == []
 
 
 def test_a_server_that_may_evict_streams_is_warned_about(hub, raw):

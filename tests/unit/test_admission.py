@@ -188,10 +188,14 @@ def test_memory_of_an_agent_keeps_only_those_out_that_need_some():
 def test_a_paused_scope_refuses_or_keeps_what_belongs_to_it():
     for key in ("global", "pool:default", "agent:anonymous", "type:echo"):
         refused = decide(Asked(), Standing(book(pauses={key: PausePolicy(reason="upgrade")})))
-        assert refused.code == "paused" and "upgrade" in refused.message
+        assert (
+            refused.code == "paused" and "upgrade; submit again when it is resumed: `gpuorch queue" in refused.message
+        )
         assert isinstance(decide(Asked(), Standing(book(pauses={key: PausePolicy(action="queue")}))), Admitted)
     other = Asked(lane="other", agent="other", type="other")
     assert isinstance(decide(other, Standing(book(pauses={"type:echo": PausePolicy()}))), Admitted)
+    named = decide(Asked(lane="chat"), Standing(book(pauses={"pool:chat": PausePolicy()})))
+    assert named.message.endswith(": `gpuorch queue resume --pool chat`")
 
 
 # --- quiet ---

@@ -204,6 +204,20 @@ def test_wrong_usage_is_2(arguments, capsys):
     assert "Error" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["job", "get", "x"], "No such command 'job'. Did you mean 'jobs'?"),
+        (["work"], "No such command 'work'. Did you mean 'worker' or 'workers' or 'workflows'?"),
+        (["xyzzy"], "No such command 'xyzzy'."),
+        (["--job"], "No such option '--job'."),
+    ],
+)
+def test_a_command_that_does_not_exist_names_those_like_it(arguments, told, capsys):
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.endswith(f"Error: {told}\n")
+
+
 def test_as_a_program():
     version, wrong = command("--version"), command("nonsense")
     assert (version.returncode, version.stdout) == (0, "gpuorch, version 0.1.0\n")
@@ -264,6 +278,14 @@ def test_check_config_lists_every_problem(capsys, monkeypatch):
     errors = capsys.readouterr().err
     assert "3 problems" in errors and "did you mean ORCH_PORT" in errors and "70000" in errors
     assert "hunter2" not in errors
+
+
+def test_serve_refuses_a_network(tmp_path, capsys):
+    """There are no keys yet."""
+    assert run(["serve", "--host", "0.0.0.0"]) == 1  # noqa: S104 - to refuse it
+    told = capsys.readouterr().err
+    assert "host" in told and "loopback" in told and "no authentication yet" in told and "Traceback" not in told
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- database ---
@@ -340,6 +362,26 @@ def test_servers_that_are_too_old_are_refused_at_the_start(arguments, valkey_ser
     monkeypatch.setitem(versions.OLDEST, "sqlite", ("SQLite", (99, 0)))
     assert run(arguments) == 1
     assert "needs SQLite 99.0 or later; upgrade it, or name another: database_url" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_what_a_running_dev_holds_is_served_by_nobody_with_another_redis(capsys):
+    run(["migrate"])
+    theirs, others = [["serve"], ["worker"]], ["queue", "run", "--redis-url", "redis://127.0.0.1:1/0"]
+    held = DataDir(Path(".data"))
+    own = ["--redis-url", "redis://:secret@127.0.0.1:1/0"]
+    for arguments in (*theirs, others, ["serve", *own], ["serve", "--database-url", "sqlite:///.data/orchestrator.db"]):
+        assert run(arguments) == 1, arguments
+        told = capsys.readouterr().err
+        assert told.startswith(f"gpuorch: data_dir .data is in use by process {os.getpid()}; stop that one, or ")
+    Path(".data/valkey.conf").write_text("port 1\nrequirepass secret\n")
+    for arguments in theirs:
+        assert run(arguments) == 1
+        assert run([*arguments, *own]) == 0, "its own worker"
+    shutil.copyfile(".data/orchestrator.db", ".data/other.db")
+    assert run(["serve", "--database-url", "sqlite:///.data/other.db"]) == 0
+    held.close()
+    assert [run(arguments) for arguments in theirs] == [0, 0], "nobody holds it any more"
 
 
 @pytest.mark.usefixtures("unstarted")
@@ -670,6 +712,14 @@ def test_arguments_that_are_no_text(server, capsys):
     assert one == "/workers/pool/a%3F%2F.." and "cursor=%3F" in page
 
 
+def test_submit_says_for_how_long_it_tries(server, capsys):
+    paused = {"code": "paused", "detail": "pool:p is paused; \x1b resume it", "retry_after": 0.01}
+    server.answers = [(503, paused), (503, paused), (202, {"job_id": "j", "status": "pending"})]
+    assert run(["jobs", "submit", "echo", "--patience", "90.5", "--url", server.url]) == 0
+    why = "503 paused: pool:p is paused; \N{REPLACEMENT CHARACTER} resume it"
+    assert capsys.readouterr().err == f"waiting: {why}; trying for up to 90.5 s (--patience)\n"
+
+
 def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
     server.answers = [(409, {"code": "job_conflict", "detail": "use a new job_id"}), (502, b"<html>")]
     assert run(["jobs", "submit", "echo", "--url", server.url]) == 1
@@ -680,11 +730,60 @@ def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("skipped", 0), ("failed", 1), ("dead_letter", 1)])
 def test_wait_polls_until_the_end_and_tells_how_it_ended(server, status, code, capsys):
-    server.answers = [(200, {"job_id": "a:b", "status": state}) for state in ("pending", "running", status)]
+    server.answers = [(200, {"job_id": "a:b", "status": state}) for state in ("claimed", "running", status)]
     assert run(["jobs", "wait", "a:b", "--json", "--url", server.url]) == code
     assert json.loads(capsys.readouterr().out)["status"] == status
     assert {path.split("?")[0] for _, path, _ in server.asked} == {"/jobs/a%3Ab"}
-    assert all("wait=2" in path for _, path, _ in server.asked)
+    assert all("wait=" in path for _, path, _ in server.asked)
+
+
+def test_wait_tells_what_keeps_the_job_waiting_unless_that_passes_by_itself(server, capsys):
+    def explained(reason, message, status="pending"):
+        return (200, {"job_id": "a", "status": status, "reason": reason, "message": message})
+
+    pending = (200, {"job_id": "a", "status": "pending"})
+    handler = explained("no_handler", "no live worker has a handler\x1b[31m")
+    said = [
+        handler,
+        handler,
+        explained("in_line", "3 jobs are before it"),
+        explained("tasks", "it waits for tasks"),
+        (500, {"code": "internal", "detail": "a bug in explaining costs no wait"}),
+        explained("paused", "an operator paused it"),
+    ]
+    said += [explained("running", "it runs", "running")]
+    server.answers = [one for why in said for one in (pending, why)]
+    server.answers += [(200, {"job_id": "a", "status": state}) for state in ("running", "done")]
+    assert run(["jobs", "wait", "a", "--json", "--url", server.url]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["status"] == "done"
+    told = ["no live worker has a handler\N{REPLACEMENT CHARACTER}[31m", "an operator paused it"]
+    assert shown.err.splitlines() == [f"waiting: {why}" for why in told]
+    paths = [path for _, path, _ in server.asked]
+    assert paths[:3] == ["/jobs/a?wait=3.000", "/jobs/a/explain", "/jobs/a?wait=25.000"]
+    assert all("explain" not in path for path in paths[-2:]), "it runs"
+
+
+def test_a_submitted_job_may_be_waited_for(server, capsys):
+    submitted = (202, {"job_id": "a", "status": "pending", "created": True})
+    for flags, out in (([], "a  pending\njob_id  a\nstatus  failed\n"), (["--json"], None)):
+        server.answers = [submitted, (200, {"job_id": "a", "status": "failed"})]
+        assert run(["jobs", "submit", "echo", "--wait", *flags, "--url", server.url]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == out if out else json.loads(shown.out) == {"job_id": "a", "status": "failed"}
+        assert shown.err == ("" if out else "a\n"), "its id, for whoever does not wait to the end"
+    server.answers = [submitted, (200, {"job_id": "a", "status": "done"})]
+    assert run(["jobs", "submit", "echo", "--wait", "--url", server.url]) == 0
+
+
+def test_an_import_that_begins_behind_the_end_of_its_file_says_so(server, capsys):
+    """Right behind it nothing is wrong: an import that was stopped there is gone on with so."""
+    Path("jobs.jsonl").write_text('{"type": "echo"}\n' * 5)
+    for line, code in (("512001", 1), ("7", 1), ("6", 0)):
+        assert run(["jobs", "import", "jobs.jsonl", "--from-line", line, "--url", server.url]) == code
+        told = "" if code == 0 else f"gpuorch: there are only 5 lines: none can be read from line {line} on\n"
+        shown = capsys.readouterr()
+        assert (shown.err, server.asked) == (told, []) and bool(shown.out) is (code == 0)
 
 
 def test_wait_says_when_its_time_is_over(server, capsys):
@@ -1222,6 +1321,23 @@ def test_waiting_for_a_drain_tells_of_each_change_once(server, capsys, quick):
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["drain", "p"], "draining", "p  draining\n"),
+        (["drain", "p"], "stopped", "p  stopped already\n"),
+        (["drain", "p"], "evicted", "p  evicted already\n"),
+        (["drain", "p", "--wait"], "evicted", "p  evicted already\n"),
+        (["evict", "p"], "evicted", "p  evicted\n"),
+        (["evict", "p"], "stopped", "p  stopped already\n"),
+    ],
+)
+def test_what_a_pool_was_already_is_told_as_that(server, capsys, arguments, status, told):
+    server.answers = [(200, {"pool_id": "p", "status": status}), (200, pool(status))]
+    assert run(["pools", *arguments, "--url", server.url]) == 0
+    assert capsys.readouterr().out == told
+
+
 def test_on_a_terminal_waiting_is_a_bar_that_fits(server, capsys, quick, monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -1252,7 +1368,11 @@ def test_waiting_for_a_new_pool(server, capsys, quick, end, code):
     assert run(["pools", "create", "p", "--wait", "--json", "--url", server.url]) == code
     shown = capsys.readouterr()
     assert json.loads(shown.out)["status"] == end
-    assert shown.err == "0 of 2 workers are ready\n"
+    told = "waiting until p is running; Ctrl-C ends the wait, and --timeout SECONDS would: the pool stays"
+    assert shown.err.splitlines() == [told, "0 of 2 workers are ready"]
+    server.answers = [(200, pool()), (200, pool())]
+    assert run(["pools", "create", "p", "--wait", "--url", server.url]) == 0
+    assert capsys.readouterr().err == "", "it runs already"
 
 
 def test_waiting_for_a_new_pool_may_end_before_it_runs(server, capsys, quick):
@@ -1261,6 +1381,7 @@ def test_waiting_for_a_new_pool_may_end_before_it_runs(server, capsys, quick):
     assert run(["pools", "create", "p", "--wait", "--timeout", "0", "--url", server.url]) == 1
     shown = capsys.readouterr()
     assert shown.out == "p  starting  no node has a handler for 'nothing'\n"
+    assert shown.err.startswith("waiting until p is running, 0 s at most; Ctrl-C ends the wait: the pool stays\n")
     assert run(["pools", "create", "p", "--timeout", "5", "--url", server.url]) == 2
     assert [method for method, _, _ in server.asked] == ["POST", "GET"]
 
@@ -1541,6 +1662,8 @@ def test_workers_are_readable_in_80_columns(monkeypatch, capsys):
     row |= {"busy": 0, "jobs_done": 12345, "jobs_failed": 3, "heartbeat_age_seconds": 1.25, "version": "1.2.3"}
     _, told = narrow(monkeypatch, capsys, fleet_command._WORKERS, row)
     assert told == ["vm:12345:0a1b2c3d", "native", "default", "active", "4", "0", "12345", "3", "1.25"]
+    _, told = narrow(monkeypatch, capsys, fleet_command._WORKERS, row | {"trouble": "cannot read jobs from Redis: …"})
+    assert told[6:8] == ["cannot", "read…"]
 
 
 @pytest.mark.parametrize("workflow_id", ["report-1", LONG_ID])
@@ -1577,6 +1700,7 @@ def test_the_line_of_an_error_that_says_what_went_wrong_is_shown():
         (group, "ExceptionGroup: many (2 sub-exceptions)"),
         ("Permanent: one\ntwo", "Permanent: one"),
         ("\n \n", "\ufffd \ufffd"),
+        ('x\n  File "a"\n  | \ny', "y"),  # whatever an HTTP worker says
         (first[: first.index("ValueError") - 1], "raise error"),  # the end is cut
     ):
         assert output.cell(text) == line, text

@@ -231,6 +231,23 @@ def test_trouble_is_passed_on_to_people():
     assert plan_one(view, nodes("a")).reason == "no such model"
 
 
+@pytest.mark.parametrize("ready", [0, 1], ids=["blocked", "ready"])
+def test_a_pool_that_no_node_could_ever_hold_says_so_until_one_comes(ready):
+    """Its workers may be ready all the same: a handler that loads nothing asks for memory with its first job."""
+    there = crew("a", ready=ready, trouble=None if ready else "needs 99999 MB; a/0: 24000 of 24000 MB free")
+    view = pool(desired=1, type="echo", memory_mb=100_001, assigned={("a", 1): 1}, crews=(there,))
+    told = plan_one(view, nodes("a"), cluster(a=0))
+    words = "needs 100001 MB, which fits no GPU that is known now: the largest can lease 100000 MB, on node a"
+    assert told.reason == f"{words}; ask for less, or add a node that has it"
+    assert not plan_one(applied(view, told), nodes("a"), cluster(a=0)).changes(applied(view, told))
+    larger = GpuView("GPU-b", "b", 0, 200_000, 200_000, 0)  # full, for now
+    assert plan_one(view, nodes("a"), Cluster([*cluster(a=0).gpus(), larger])).reason == there.trouble
+    far = GpuView("GPU-a", "n" * 255, 0, 100_000, 0, 0)
+    assert len(str(plan_one(view, nodes("a"), Cluster([far])).reason)) == 255, "as much as its column holds"
+    idle = replace(view, idle_s=99.0, assigned={}, crews=())
+    assert str(plan_one(idle, nodes("a"), cluster(a=0)).reason).startswith(words), "before somebody waits for it"
+
+
 def test_use_is_noted_now_and_then_and_nothing_else_is_due():
     view = settled(pool(desired=1, assigned={("a", 1): 1}, spawned=1, in_demand=True))
     decided = plan_one(view, nodes("a"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.explanation import Cap, Facts, Team, Why, as_document, explain
-from orchestrator.placement import Ask, Cluster, GpuView, Refused
+from orchestrator.placement import Ask, Cluster, GpuView, Reason, Refused
 
 ECHO = Team(frozenset({"echo"}), has_gpus=True, slots=4, busy=4)
 FULL = GpuView("GPU-0", "n", 0, usable_mb=1000, leased_mb=900, foreign_mb=0)
@@ -83,6 +83,20 @@ def test_what_no_node_could_ever_hold_is_told_with_the_most_that_one_has(memory_
     assert deferred.reason is told.reason
 
 
+@pytest.mark.parametrize(
+    ("teams", "why"),
+    [([], Why.NO_WORKER), ([Team(frozenset({"other"}), has_gpus=True, slots=1, busy=0)], Why.NO_HANDLER)],
+)
+def test_what_was_deferred_is_told_what_will_not_pass_by_itself(teams, why):
+    """A worker without the handler hands the job back for some seconds, again and again."""
+    handed_back = job(queued="delayed", wait_reason="no handler for type 'echo' on worker w")
+    assert explain(facts(teams=teams, job=handed_back, due_in_s=5.0)).reason is why
+    unseen = {"ask": Ask(500, 1, key="j"), "placement": Refused(Reason.NO_GPU, "no GPU is known on the cluster")}
+    assert explain(facts(teams=teams, job=handed_back, due_in_s=5.0, **unseen)).reason is why, "GPUs of nobody"
+    failed = job(queued="delayed", attempts=1, max_attempts=3, error_kind="timeout")
+    assert explain(facts(teams=teams, job=failed, due_in_s=5.0)).reason is Why.RETRY_PAUSE, "first things first"
+
+
 def test_without_any_gpu_nothing_is_too_large():
     assert explain(facts(**no_room(5000, known=()))).reason is Why.NO_GPU
 
@@ -112,7 +126,7 @@ def test_of_two_obstacles_the_one_that_stops_it_first_is_told(first, second):
 
 def test_a_handler_that_nobody_has():
     answer = explain(facts(job=job(type="embed")))
-    assert answer.reason is Why.NO_HANDLER and "'embed'" in answer.message
+    assert answer.reason is Why.NO_HANDLER and "'embed' (they have: echo)" in answer.message
 
 
 @pytest.mark.parametrize(
@@ -168,6 +182,7 @@ def test_its_place_and_when_its_turn_comes():
             {"pool_reason": "no node has a handler for type 'x'", "drained": ["n"]},
             ": no node has a handler for type 'x'",
         ),
+        ({"drained": ["n1"]}, "; drained: n1 (gpuorch nodes resume n1)"),
         ({"drained": ["n1", "n2"]}, "; drained: n1, n2 (gpuorch nodes resume NODE)"),
         ({}, "; start one: gpuorch worker --pool "),
     ],
@@ -181,12 +196,16 @@ def test_nobody_guesses_when_an_obstacle_goes_away(why):
     assert explain(facts(run_s=1.0, **OBSTACLES[why])).starts_in_s is None
 
 
+TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in run\n    boom()\nValueError: boom\n'
+
+
 @pytest.mark.parametrize(
     ("fields", "why", "words"),
     [
         ({"status": "running", "attempt": 3, "worker_id": "w"}, Why.RUNNING, "attempt 3 on worker w"),
         ({"status": "running", "worker_id": "w", "cancel_requested_at": "now"}, Why.STOPPING, "cancelled"),
         ({"status": "failed", "last_error": "boom"}, Why.ENDED, "failed: boom"),
+        ({"status": "dead_letter", "last_error": TRACE}, Why.ENDED, "it ended as dead_letter: ValueError: boom"),
         ({"status": "done"}, Why.ENDED, "it ended as done"),
     ],
 )

@@ -489,6 +489,18 @@ def test_a_worker_that_counts_as_alive_keeps_the_leases_of_its_jobs():
     assert slow.job_lease_ttl_s - slow.worker_heartbeat_s == slow.worker_timeout_s
 
 
+def test_a_heartbeat_whose_connection_died_has_time_to_be_given_again():
+    for timeout_s in (4.0, 10.0, 600.0):
+        beat_s = timeout_s / 3
+        rare = Settings(
+            worker_timeout_s=timeout_s, worker_heartbeat_s=beat_s, claim_idle_ms=600_000, db_timeout_s=600.0
+        )
+        assert beat_s + rare.heartbeat_limit_s < timeout_s
+    assert Settings(db_timeout_s=1.0).heartbeat_limit_s == 1.0
+    short = Settings(worker_timeout_s=1.0, worker_heartbeat_s=0.2)
+    assert short.heartbeat_limit_s == 2.0, "longer than a session waits for a row"
+
+
 def test_all_problems_are_reported_together(config):
     path = config('hots = "x"\nworker_slots = 0\nlane_window_min = 5000\n')
     problems = refusal({"prot": 1, "retry_cap_s": 0.5}, path, {"ORCH_NOPE": "1", "ORCH_REDIS_URL": "x"})

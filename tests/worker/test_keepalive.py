@@ -356,9 +356,9 @@ def test_who_has_left_is_told_nothing_more(db, keepalive, crew, monkeypatch):
     for number, member in enumerate(crew):
         member.pulse.on_sampled = lambda _sample, _findings, number=number: told.append(number)
 
-    def leaves_meanwhile(work: Any, *patience_s: float) -> Any:
+    def leaves_meanwhile(work: Any, *given: Any, **more: Any) -> Any:
         keepalive.leave(crew[1].pulse)
-        return write(work, *patience_s)
+        return write(work, *given, **more)
 
     monkeypatch.setattr(db, "write", leaves_meanwhile)
     keepalive.beat()

@@ -256,7 +256,7 @@ def test_sixteen_jobs_of_a_drained_node_end_elsewhere_and_a_drained_pool_lets_th
     assert [events(cluster, job) for job in jobs] == [history] * 16
     assert (cluster.job(late)["status"], cluster.job(late)["attempt"]) == ("pending", 0)
     assert pool(cluster)["workers"] == 0
-    assert leased(cluster) == 0
+    wait_until(lambda: leased(cluster) == 0, what="memory back")
     create(cluster, slots=1, model_id="small", min_memory_mb=1000)
     cluster.wait_for(late, "done")
 

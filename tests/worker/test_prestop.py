@@ -113,12 +113,15 @@ def test_a_shell_in_the_worker_s_place_is_told_long_before_the_timeout(monkeypat
         assert run(["drain-worker", "--pid", str(shell.pid), "--timeout", "3600"]) == 1
         assert shell.poll() is None
         shell.kill()
-    told = f"process {shell.pid} is no gpuorch worker that can be drained; name it with --pid"
-    assert told in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"process {shell.pid} is no gpuorch worker that can be drained; name the worker's with --pid" in told
+    assert "host:pid:nonce (gpuorch workers list)" in told
 
 
 def test_a_worker_that_is_not_there_is_told(capsys):
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     assert run(["drain-worker", "--pid", str(gone.pid)]) == 1
-    assert "--pid" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"no process {gone.pid}; name the worker's with --pid" in told
+    assert "host:pid:nonce (gpuorch workers list)" in told

@@ -7,6 +7,7 @@ import pytest
 
 from tests.processes import few_files, files
 from worker import parts
+from worker.intake import Intake
 from worker.node import Node
 from worker.post import Model, Post
 from worker.session import Session
@@ -60,6 +61,8 @@ def test_a_session_that_never_began_leaves_nothing(node, nothing_stays):
 
 def test_a_slot_that_hangs_is_told_before_what_was_wrong_earlier(node, monkeypatch):
     one = Session(node, POST)
+    monkeypatch.setattr(Intake, "trouble", "cannot read")
+    assert one._parts.pulse.beat().trouble == "cannot read"
     one._slots.trouble = "no slot could be started"
     assert one._parts.pulse.beat().trouble == "no slot could be started"
     monkeypatch.setattr(SlotPool, "late", "slot 1 loads 'echo'")

@@ -24,7 +24,7 @@ from worker.lifeline import Lifeline
 from worker.nursery import Nursery
 from worker.post import Model
 from worker.process import SlotProcess
-from worker.slots import LONG_S, SlotEvents, SlotPool
+from worker.slots import LONG_S, MAX_RESPAWN_DELAY_S, SlotEvents, SlotPool
 from worker.starts import Starts
 
 
@@ -93,6 +93,17 @@ def test_starts_that_fail_hold_up_nobody_for_ever(monkeypatch, eight, failure, c
     wait_until(lambda: slots.usable() == 8, what="all slots")
     assert slots.trouble is None
     assert ("slots broke" in caplog.text) == (failure is ValueError)  # a bug is shown with its trace
+
+
+def test_starts_that_failed_all_night_are_tried_again():
+    """No number may be too large: the slot that failed would stay in the list, and no other would start."""
+    lifeline = Lifeline()
+    slots = SlotPool(1, "worker", COMMAND, {}, EVENTS, 1.0, lifeline)
+    slots._failures = 2000
+    slots._fail_to_start("no more processes")
+    assert slots.trouble == f"no more processes; next try in {MAX_RESPAWN_DELAY_S:g} s"
+    slots.close()
+    lifeline.close()
 
 
 def test_slots_start_a_few_at_a_time_and_all_come_up(eight):

@@ -5,9 +5,9 @@ import signal
 import time
 
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import func, make_url, select, text
 
-from orchestrator.store import withdraw
+from orchestrator.store import schema, withdraw
 from tests.factories import new_job
 from tests.processes import alive, parent
 from tests.proxy import Proxy
@@ -191,3 +191,24 @@ def test_a_job_without_a_lease_survives_a_database_that_is_away(cluster, orchest
         proxy.heal()
         gate.unlink()
         assert cluster.wait_for(job_id, "done")["attempt"] == 1
+
+
+@pytest.mark.parametrize("worker_timeout_s", [12.0])
+def test_a_worker_whose_connections_died_in_silence_keeps_its_job(cluster, orchestrator, start, gate):
+    """However long its other questions may take: it is heard again before the leader gives it up."""
+    with Proxy(port_of(cluster)) as proxy:
+        start(worker_slots=1, database_url=behind(cluster, proxy), db_timeout_s=600.0)
+        job_id = submit(orchestrator, "gated", {"gate": str(gate)})
+        cluster.wait_for(job_id, "running")
+        proxy.strand()
+        before = proxy.accepted
+        wait_until(lambda: proxy.accepted > before, what="another connection")
+        silent = heard(cluster)
+        wait_until(lambda: heard(cluster) > silent, what="a heartbeat")
+        assert cluster.count("workers", schema.workers.c.status == "lost") == 0
+        assert [cluster.job(job_id)[what] for what in ("status", "attempt")] == ["running", 1]
+
+
+def heard(cluster):
+    """When the youngest heartbeat came."""
+    return cluster.db.read(lambda conn: conn.execute(select(func.max(schema.workers.c.last_heartbeat))).scalar_one())

@@ -3,18 +3,19 @@
 Elsewhere in the store the same statements run on both. A difference is a construct that compiles per database
 (`utc_now`, `utc_shift`) or a method of `Dialect`, never a condition at the place of use.
 
-Statements are made of `columns` (types), `moments` (the clock), `functions`, `hints` (what planners are told) and
-`upserts`. `contract` is what the store asks of a database beside those; `mariadb` (by its `driver`) and `sqlite` are
-the two that answer, and `urls` chooses.
+Statements are made of `columns` (types), `moments` (the clock), `functions`, `hints` (what planners are told),
+`literals` (values in their text) and `upserts`. `contract` is what the store asks of a database beside those;
+`mariadb` (by its `driver`) and `sqlite` are the two that answer, and `urls` chooses.
 """
 
 from orchestrator.store.dialect.columns import TABLE_OPTIONS, CountingId, LongText, UtcDateTime
 from orchestrator.store.dialect.contract import LeaderLock
 from orchestrator.store.dialect.functions import json_field, json_has, largest
 from orchestrator.store.dialect.hints import by_key, in_order, unled, walking
+from orchestrator.store.dialect.literals import mark, writer
 from orchestrator.store.dialect.moments import clock, earlier, seconds_between, seconds_since, utc_now, utc_shift
 from orchestrator.store.dialect.upserts import upsert, upsert_returning
-from orchestrator.store.dialect.urls import SCRATCH, dialect_of, missing_file, scratch_url
+from orchestrator.store.dialect.urls import SCRATCH, dialect_of, file_of, missing_file, scratch_url
 
 __all__ = [
     "SCRATCH",
@@ -27,10 +28,12 @@ __all__ = [
     "clock",
     "dialect_of",
     "earlier",
+    "file_of",
     "in_order",
     "json_field",
     "json_has",
     "largest",
+    "mark",
     "missing_file",
     "scratch_url",
     "seconds_between",
@@ -41,4 +44,5 @@ __all__ = [
     "utc_now",
     "utc_shift",
     "walking",
+    "writer",
 ]

@@ -42,7 +42,7 @@ def in_order(statement: Select[Any]) -> Select[Any]:
 
 
 def unled(column: ColumnElement[Any]) -> ColumnElement[Any]:
-    """The column, for whose sake no index may be chosen: SQLite takes no hint of `walking`, only this."""
+    """The column, for whose sake no index may be chosen: SQLite takes no hint of `by_key` and `walking`, only this."""
     return _Unled(column)
 
 

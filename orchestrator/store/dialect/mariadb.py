@@ -38,6 +38,8 @@ class MariaDB:
     MIGRATION_WAIT_S = 600
     #: Seconds a migration waits for a row, or may think between two statements.
     MIGRATION_PATIENCE_S = 60
+    #: Seconds; less than heartbeats may be late.
+    ALTER_WAIT_S = 3
     NOT_ON_GALERA = 1235
     #: Values that do not fit are refused instead of cut, and no table gets an engine without transactions. Added to
     #: the server's own modes, which stay: by those the library decided how to write statements.
@@ -134,6 +136,8 @@ class MariaDB:
         prepare = partial(self._prepare_session, wait_s=self.MIGRATION_PATIENCE_S, idle_s=self.MIGRATION_PATIENCE_S)
         event.listen(patient, "connect", prepare)
         with patient.connect() as connection:
+            # Whoever waits to alter a table that others use keeps all from it who come after.
+            connection.execute(text("SET SESSION lock_wait_timeout = :wait"), {"wait": self.ALTER_WAIT_S})
             self._wait_to_migrate(connection)
             connection.commit()
             yield connection

@@ -30,8 +30,13 @@ def scratch_url(directory: str) -> str:
     return f"sqlite:///{directory}/{SCRATCH}"
 
 
+def file_of(url: str) -> Path | None:
+    """Where a database is that needs no server."""
+    named = make_url(url)
+    return Path(named.database) if named.get_backend_name() == "sqlite" and named.database else None
+
+
 def missing_file(url: str) -> Path | None:
     """Where a database should be that needs no server, and is not: connecting would make an empty one."""
-    named = make_url(url)
-    path = Path(named.database) if named.get_backend_name() == "sqlite" and named.database else None
+    path = file_of(url)
     return path if path is not None and not path.exists() else None

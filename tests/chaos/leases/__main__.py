@@ -7,26 +7,35 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos import broken
 from tests.chaos.leases.run import Plan, Report, run
-from tests.chaos.showing import seed_of, show_figures, show_verdict, show_violations, tell
+from tests.chaos.options import seed_of
+from tests.chaos.showing import show_figures, show_verdict, show_violations, tell
 
 
 def main() -> int:
-    options = _options()
+    options = options_of(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
-    seed = seed_of(options.seed)
-    plan = Plan(seed, options.operations, options.clients, options.orchestrators)
-    with broken.sabotaged(plan, options.sabotage) as plan:
+    with broken.sabotaged(plan_of(options), options.sabotage) as plan:
         report = run(plan, tell, options.folder)
     if options.json:
         found = [str(violation) for violation in report.violations]
-        print(json.dumps({"seed": seed, "figures": report.figures, "violations": found}, indent=1))
+        print(json.dumps({"seed": plan.seed, "figures": report.figures, "violations": found}, indent=1))
     else:
         _print(report)
     return 1 if report.violations else 0
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    return Plan(
+        seed=seed_of(options.seed),
+        operations=options.operations,
+        clients=options.clients,
+        orchestrators=options.orchestrators,
+    )
 
 
 def _print(report: Report) -> None:
@@ -35,7 +44,7 @@ def _print(report: Report) -> None:
     show_verdict(report.plan.seed, report.violations)
 
 
-def _options() -> argparse.Namespace:
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.leases", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--break", dest="sabotage", choices=sorted(broken.BUILDS), help="run a broken build")
     parser.add_argument("--folder", type=Path, help="keep logs and the cards' files there")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ TIMES: dict[str, Any] = SHORT_TIMES | {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     seed: int
     operations: int = 20_000

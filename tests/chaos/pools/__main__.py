@@ -7,29 +7,45 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos import broken
+from tests.chaos.options import chosen, seed_of
 from tests.chaos.pools.actions import ACTIONS
 from tests.chaos.pools.run import Plan, Report, run
-from tests.chaos.showing import seed_of, show_figures, show_histories, show_traces, show_verdict, show_violations, tell
+from tests.chaos.showing import (
+    show_figures,
+    show_histories,
+    show_traces,
+    show_verdict,
+    show_violations,
+    tell,
+)
 
 
 def main() -> int:
-    options = _options()
+    options = options_of(sys.argv[1:])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unwinds, so that no process is left behind
-    seed = seed_of(options.seed)
-    names = options.only.split(",") if options.only else [action.name for action in ACTIONS]
-    only = tuple(action for action in ACTIONS if action.name in names)
-    plan = Plan(seed, options.minutes, options.pools, options.nodes, options.gpus, only=only)
-    with broken.sabotaged(plan, options.sabotage) as plan:
+    with broken.sabotaged(plan_of(options), options.sabotage) as plan:
         report = run(plan, tell, options.folder)
     if options.json:
         found = [str(violation) for violation in report.violations]
-        print(json.dumps({"seed": seed, "figures": report.figures, "violations": found}, indent=1))
+        print(json.dumps({"seed": plan.seed, "figures": report.figures, "violations": found}, indent=1))
     else:
         _print(report)
     return 1 if report.violations else 0
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    return Plan(
+        seed=seed_of(options.seed),
+        minutes=options.minutes,
+        pools=options.pools,
+        nodes=options.nodes,
+        gpus=options.gpus,
+        only=chosen(options.only, ACTIONS),
+    )
 
 
 def _print(report: Report) -> None:
@@ -40,7 +56,7 @@ def _print(report: Report) -> None:
     show_verdict(report.plan.seed, report.violations)
 
 
-def _options() -> argparse.Namespace:
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.pools", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--break", dest="sabotage", choices=sorted(broken.BUILDS), help="run a broken build")
     parser.add_argument("--folder", type=Path, help="keep logs and the ledger there")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ SHOWN = 6
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     seed: int
     minutes: float = 5.0

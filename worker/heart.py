@@ -1,0 +1,50 @@
+"""The database for signs of life: it leaves a connection that died in silence, and waits for a server that is slow."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from orchestrator.settings import Settings
+from orchestrator.store.database import Database, TookTooLong
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+T = TypeVar("T")
+
+
+class Heart(Database):
+    """Of one node. However many posts write at once, no sign of life waits for a connection of theirs to be free.
+
+    It has a connection for the heartbeats of all workers and one for the word of their supervisor. What takes longer
+    than `heartbeat_limit_s` is tried once more, on a fresh connection and for as long as anything may take: that one
+    can only be slow. While the server is, nothing is tried twice: all workers of a busy cluster would die of it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        few = settings.model_copy(update={"db_pool_size": 2})
+        super().__init__(few.model_copy(update={"db_timeout_s": settings.heartbeat_limit_s}))
+        self._patient = Database(few)
+        self._slow = False
+
+    def write(
+        self, work: Callable[[Connection], T], patience_s: float = math.inf, *, again_when_late: bool = True
+    ) -> T:
+        if not self._slow:
+            try:
+                return super().write(work, patience_s, again_when_late=False)
+            except TookTooLong:
+                if not again_when_late:
+                    raise
+                self._patient.drop_connections()
+        began = time.monotonic()
+        answer = self._patient.write(work, patience_s, again_when_late=False)
+        self._slow = time.monotonic() - began > self.settings.db_timeout_s
+        return answer
+
+    def close(self) -> None:
+        super().close()
+        self._patient.close()
