@@ -4,6 +4,7 @@ Servers start when the first test asks for one and are shared by the session. A 
 skips its tests on a laptop and fails them when CI is set: there, a skip would pass for a success.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -58,6 +59,13 @@ def pytest_configure() -> None:
         os.environ["PYTEST_DEBUG_TEMPROOT"] = mkdtemp(prefix=f"orch-pytest-{os.getpid()}-", dir=Server.home)
     _hear_signals()
     status_writes.watch()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_left_open_is_found() -> Iterator[None]:
+    """In the file that left it: later it would be found in a test that cannot help it, or after the last."""
+    yield
+    gc.collect()
 
 
 # --- servers ---

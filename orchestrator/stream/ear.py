@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from typing import NamedTuple
+from weakref import ref
 
 import redis
 from redis.connection import AbstractConnection
@@ -23,11 +23,31 @@ from orchestrator.stream.client import connect
 AGAIN_S = 0.05
 
 
-class _Line(NamedTuple):
-    """A connection, and the number under which its server knows it."""
+class _Line:
+    """The connection of a client, and the number under which its server knows it.
 
-    connection: AbstractConnection
-    number: int
+    It holds neither the client nor the connection, which hold it: in a circle, they would stay open when nobody has
+    them any more, until Python looks for circles.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[ref[AbstractConnection], int] | None = None
+
+    def number(self) -> int | None:
+        """None without a connection: a server that was started anew may have given its number to another."""
+        known = self._known
+        if known is None:
+            return None
+        connection, number = known[0](), known[1]
+        return number if connection is not None and connection.is_connected else None
+
+    def connected(self, connection: AbstractConnection) -> None:
+        """At every connect: each has another number, and until it is known there is none."""
+        self._known = None
+        connection.on_connect()  # type: ignore[no-untyped-call]  # redis does not say
+        connection.send_command("CLIENT", "ID")  # type: ignore[no-untyped-call]  # likewise
+        with suppress(redis.ResponseError):  # not to be known, or not by this user
+            self._known = ref(connection), int(connection.read_response())
 
 
 class Ear:
@@ -38,17 +58,16 @@ class Ear:
 
     def __init__(self, settings: Settings, others: redis.Redis) -> None:
         self._others = others
-        self._line: _Line | None = None
-        self.client = connect(settings, self._connected)
+        self._line = _Line()
+        self.client = connect(settings, self._line.connected)
 
     def interrupt(self) -> bool:
         """End the wait that goes on now, if any. False when asking failed: then it is no use to ask again."""
-        line = self._line
-        # Without its connection the number means nothing: a server that was started anew may have given it to another.
-        if line is None or not line.connection.is_connected:
+        number = self._line.number()
+        if number is None:
             return True
         try:
-            self._others.client_unblock(line.number)
+            self._others.client_unblock(number)
         except redis.RedisError:
             return False
         return True
@@ -70,11 +89,3 @@ class Ear:
     def close(self) -> None:
         """After the last read."""
         self.client.close()
-
-    def _connected(self, connection: AbstractConnection) -> None:
-        """At every connect: each has another number, and until it is known there is none."""
-        self._line = None
-        connection.on_connect()  # type: ignore[no-untyped-call]  # redis does not say
-        connection.send_command("CLIENT", "ID")  # type: ignore[no-untyped-call]  # likewise
-        with suppress(redis.ResponseError):  # not to be known, or not by this user
-            self._line = _Line(connection, int(connection.read_response()))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from weakref import WeakSet
 
 import redis
 
@@ -42,6 +43,7 @@ class Hub:
         self._dlq = f"{settings.stream_prefix}dlq"
         self._bury = Fenced(self._client, self._dlq, _BURY)
         self._lanes: dict[str, Lane] = {}
+        self._ears: WeakSet[Ear] = WeakSet()
         self._lock = threading.Lock()
 
     def lane(self, name: str) -> Lane:
@@ -124,10 +126,18 @@ class Hub:
         return [f"redis maxmemory-policy is {policy}; set it to noeviction or streams may be evicted"]
 
     def close(self) -> None:
+        """Also what it handed out to those who read, if they have not closed it."""
+        with self._lock:
+            ears = list(self._ears)
+        for ear in ears:
+            ear.close()
         self._client.close()
 
     def _ear(self) -> Ear:
-        return Ear(self._settings, self._client)
+        ear = Ear(self._settings, self._client)
+        with self._lock:
+            self._ears.add(ear)
+        return ear
 
 
 def _fields(letter: DeadLetter) -> dict[str, str | int]:

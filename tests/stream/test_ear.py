@@ -1,5 +1,6 @@
 """Reads that wait can be ended from another thread, and lose nothing by it; whatever the server allows, they work."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -174,6 +175,27 @@ def test_connections_end_with_their_reader_and_no_sooner(hub, raw):
     over.set()
     listener.ear.release(busy, SOON_S)
     wait_until(lambda: not present(), what="the connection is gone")
+
+
+def test_a_reader_that_is_let_go_gives_its_connection_back_at_once(hub, raw):
+    """Not when Python next looks for circles: until then the server counts it, and its socket would be found open."""
+    reader = hub.reader(hub.lane("default"), "w1")
+    reader.read(1, 1)
+    number = str(reader.ear.client.client_id())
+    gc.disable()
+    try:
+        del reader
+        wait_until(lambda: number not in {one["id"] for one in raw.client_list()}, what="the connection is gone")
+    finally:
+        gc.enable()
+
+
+def test_whoever_closes_the_hub_closes_what_its_readers_left_open(hub, raw):
+    reader = hub.reader(hub.lane("default"), "w1")
+    reader.read(1, 1)
+    number = str(reader.ear.client.client_id())
+    hub.close()
+    wait_until(lambda: number not in {one["id"] for one in raw.client_list()}, what="the connection is gone")
 
 
 def test_an_interrupt_finds_a_reader_that_reconnected(hub, raw):
