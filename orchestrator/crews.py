@@ -312,7 +312,7 @@ def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView
         return None
     if lacking:
         return _no_node(pool, nodes)
-    if pool.memory_mb and (too_large := too_large_for_all(pool.ask, list(cluster.gpus()))):
+    if too_large := _too_large(pool, cluster):
         return too_large[:REASON_CHARACTERS]
     trouble = sorted({crew.trouble for crew in pool.crews if crew.trouble})
     if trouble:
@@ -320,6 +320,13 @@ def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView
     if pool.ready < workers:
         return f"{pool.ready} of {workers} workers are ready"
     return None if workers else "idle; the next job starts it" if pool.desired else "no workers are wanted"
+
+
+def _too_large(pool: PoolView, cluster: Cluster) -> str | None:
+    """Only of nodes that somebody has to add: those of other providers come with the workers."""
+    if pool.provider != "local" or not pool.memory_mb:
+        return None
+    return too_large_for_all(pool.ask, list(cluster.gpus()))
 
 
 def _no_node(pool: PoolView, nodes: Sequence[NodeView]) -> str:

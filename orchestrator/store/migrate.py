@@ -15,11 +15,12 @@ from contextlib import contextmanager
 
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator import actors
-from orchestrator.errors import DatabaseUnavailable
+from orchestrator.errors import ConfigError, DatabaseUnavailable
 from orchestrator.settings import Settings, safe_url
 from orchestrator.store import audit, revisions
 from orchestrator.store.database import Database
@@ -27,7 +28,10 @@ from orchestrator.store.dialect import dialect_of, scratch_url
 
 
 def upgrade(db: Database) -> None:
-    """Apply what is missing. Raises DatabaseUnavailable; running it again continues where it stopped."""
+    """Apply what is missing. Running it again continues where it stopped.
+
+    Raises DatabaseUnavailable, and ConfigError where a row must be mended first.
+    """
     if revisions.is_newer(revisions.current(db)):
         return  # a later version has been here; it only adds (see `revisions.pending`)
     with _locked(db) as connection:
@@ -55,6 +59,8 @@ def _locked(db: Database) -> Iterator[Connection]:
     try:
         with dialect_of(db.settings.database_url).migration_lock(db.engine) as connection:
             yield connection
+    except CommandError as refused:
+        raise ConfigError(f"{safe_url(db.settings.database_url)}: {refused}") from refused
     except DBAPIError as error:
         held = dialect_of(db.settings.database_url).is_held(error)
         hint = "; somebody's transaction uses a table that must change: end it, and migrate again" if held else ""

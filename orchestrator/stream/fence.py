@@ -8,12 +8,13 @@ import redis
 
 from orchestrator.errors import StaleEpoch
 
-# KEYS: stream, epoch key. ARGV: epoch, … An epoch nobody of ours can have written counts as none.
+# KEYS: stream, epoch key. ARGV: epoch, … An epoch nobody of ours can have written counts as none. A full server takes
+# no new epoch, but must take what follows where that needs no memory: acknowledging is what gives some back.
 _FENCE = """
 local known = redis.pcall('GET', KEYS[2])
 local newest = type(known) == 'string' and string.match(known, '^%d+$') and #known <= 15 and tonumber(known) or 0
 if newest > tonumber(ARGV[1]) then return redis.error_reply('STALEEPOCH ' .. known) end
-if newest < tonumber(ARGV[1]) then redis.call('SET', KEYS[2], ARGV[1]) end
+if newest < tonumber(ARGV[1]) then redis.pcall('SET', KEYS[2], ARGV[1]) end
 """
 
 

@@ -6,6 +6,7 @@ There is no way back: expand first, contract one release later.
 
 import sqlalchemy as sa
 from alembic import op
+from alembic.util import CommandError
 
 revision = "0011"
 down_revision = "0010"
@@ -13,12 +14,31 @@ branch_labels = None
 depends_on = None
 
 
+#: Table, column, its definition, the values that mean something.
+CHECKS = (
+    ("orchestrator_jobs", "queued", "VARCHAR(10) DEFAULT 'ready'", "'delayed', 'ready', 'announced', 'blocked'"),
+    ("workflows", "sweep", "VARCHAR(8)", "'pending', 'all', 'retry', 'forget'"),
+    ("orchestrator_leases", "ending_as", "VARCHAR(8)", "'released', 'expired', 'spent'"),
+    ("gpus", "health", "VARCHAR(16) NOT NULL DEFAULT 'ok'", "'ok', 'unhealthy', 'lost', 'unknown'"),
+    ("worker_pools", "provider", "VARCHAR(16) NOT NULL DEFAULT 'local'", "'local', 'external', 'kubernetes'"),
+)
+
+
 def upgrade() -> None:
-    check("orchestrator_jobs", "queued", "VARCHAR(10) DEFAULT 'ready'", "'delayed', 'ready', 'announced', 'blocked'")
-    check("workflows", "sweep", "VARCHAR(8)", "'pending', 'all', 'retry', 'forget'")
-    check("orchestrator_leases", "ending_as", "VARCHAR(8)", "'released', 'expired', 'spent'")
-    check("gpus", "health", "VARCHAR(16) NOT NULL DEFAULT 'ok'", "'ok', 'unhealthy', 'lost', 'unknown'")
-    check("worker_pools", "provider", "VARCHAR(16) NOT NULL DEFAULT 'local'", "'local', 'external', 'kubernetes'")
+    for table, column, _, values in CHECKS:
+        refuse_others(table, column, values)
+    for table, column, definition, values in CHECKS:
+        check(table, column, definition, values)
+
+
+def refuse_others(table: str, column: str, values: str) -> None:
+    """MariaDB looks at no row that is there: one with another value could be neither changed nor ended from then on."""
+    others = f"SELECT {column} FROM {table} WHERE {column} NOT IN ({values}) LIMIT 1"  # noqa: S608 - names of ours
+    found = op.get_bind().execute(sa.text(others)).scalar()
+    if found is not None:
+        raise CommandError(
+            f"a row of {table} has {column} = {found!r}, which means nothing: make it {values}, and migrate again"
+        )
 
 
 def check(table: str, column: str, definition: str, values: str) -> None:

@@ -11,7 +11,7 @@ from alembic import command
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, select, text
 
-from orchestrator.errors import DatabaseUnavailable
+from orchestrator.errors import ConfigError, DatabaseUnavailable
 from orchestrator.settings import Settings
 from orchestrator.store import migrate, revisions
 from orchestrator.store.database import Database
@@ -171,6 +171,23 @@ def test_a_migration_that_was_killed_half_way_continues_and_keeps_all_rows(empty
     migrate.upgrade(db)
     assert set(reflected(db)) == set(metadata.tables)
     assert {table: rows(db, table)[:1] for table in SOUND} == before  # the audit tells of the migration, too
+
+
+def test_a_row_that_a_check_would_refuse_is_named_before_anything_changes(empty_database):
+    """Once the check is there, that row could be neither changed nor ended; only its editor knows what was meant."""
+    db = empty_database("edited")
+    with migrate._locked(db) as connection:
+        command.upgrade(migrate._config(connection), "0010")
+        for table, row in SOUND.items():
+            connection.execute(table.insert().values(row))
+        connection.execute(text("UPDATE worker_pools SET provider = 'locl'"))
+    before = reflected(db)
+    with pytest.raises(ConfigError, match=r"worker_pools has provider = 'locl'.+'local', 'external', 'kubernetes'"):
+        migrate.upgrade(db)
+    assert reflected(db) == before
+    db.write(lambda conn: conn.execute(text("UPDATE worker_pools SET provider = 'local'")))
+    migrate.upgrade(db)
+    assert not revisions.pending(db)
 
 
 @pytest.mark.parametrize("empty_database", ["mariadb"], indirect=True)

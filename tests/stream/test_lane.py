@@ -380,6 +380,20 @@ def test_an_epoch_that_is_no_number_does_not_stop_the_leader(lane, reader, raw, 
     assert raw.get(f"{{{lane.key}}}:epoch") == "3"
 
 
+def test_a_new_leader_works_on_a_server_that_is_full(lane, reader, raw):
+    """It can add nothing there, its epoch neither; but what it acknowledges gives memory back."""
+    lane.announce(ready("a", "b"))
+    (first, second) = reader.read(2, 20)
+    lane.ack_as_leader(3, [first.entry_id])
+    raw.config_set("maxmemory", 1)
+    try:
+        assert [entry.entry_id for entry in lane.take_idle(4, "0-0", 0, 10).entries] == [second.entry_id]
+        lane.ack_as_leader(4, [second.entry_id])
+        assert lane.length() == 0
+    finally:
+        raw.config_set("maxmemory", 0)
+
+
 def test_an_epoch_of_another_type_does_not_stop_the_leader(lane, reader, raw):
     lane.announce(ready("a"))
     (entry,) = reader.read(1, 20)

@@ -248,6 +248,12 @@ def test_a_pool_that_no_node_could_ever_hold_says_so_until_one_comes(ready):
     assert str(plan_one(idle, nodes("a"), cluster(a=0)).reason).startswith(words), "before somebody waits for it"
 
 
+@pytest.mark.parametrize("provider", ["kubernetes", "external"])
+def test_the_nodes_of_other_providers_may_yet_come_with_their_workers(provider):
+    idle = pool(desired=1, type="echo", memory_mb=100_001, provider=provider, idle_s=99.0)
+    assert plan_one(idle, nodes("a"), cluster(a=0)).reason == "idle; the next job starts it"
+
+
 def test_use_is_noted_now_and_then_and_nothing_else_is_due():
     view = settled(pool(desired=1, assigned={("a", 1): 1}, spawned=1, in_demand=True))
     decided = plan_one(view, nodes("a"))
