@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select
 
 from orchestrator.gpu import Gpu
 from orchestrator.gpu.accounts import Holder, still_held
-from orchestrator.leases import lease_name
+from orchestrator.leases import LeaseState, lease_name
 from orchestrator.store import gpus, leases, nodes
 from orchestrator.store.dialect import seconds_since
 from orchestrator.store.schema import lease_gpus
@@ -45,7 +45,7 @@ def finish(
     by_uuid = {gpu.uuid: gpu for gpu in sample}
     neighbours = _neighbours(conn, worker_ids, endings)
     stuck: dict[str, str] = {}
-    over: dict[str, list[str]] = {}
+    over: dict[LeaseState, list[str]] = {}
     for key, rows in endings.items():
         row, holder = rows[0], _holder(rows[0])
         uuids = [share.gpu_uuid for share in rows]
@@ -55,11 +55,11 @@ def finish(
         others = blameless if key in late else going_on
         held = [gpu for gpu in seen if still_held(gpu, holder, running, others.get(gpu.uuid, ()))]
         if len(seen) == len(uuids) and not held:
-            over.setdefault(row.ending_as, []).append(key)
+            over.setdefault(LeaseState(row.ending_as), []).append(key)
         elif key in late:
             who = {gpu.uuid: _holders_of(gpu, holder) for gpu in held} or dict.fromkeys(uuids, "nobody can tell")
             stuck |= {uuid: f"memory of lease {lease_name(key)} did not come back: {why}" for uuid, why in who.items()}
-            over.setdefault(row.ending_as, []).append(key)
+            over.setdefault(LeaseState(row.ending_as), []).append(key)
     for state, keys in over.items():
         leases.free(conn, sorted(keys), state)
     for uuid, reason in sorted(stuck.items()):
@@ -104,7 +104,7 @@ def _shares(conn: Connection, node_id: str) -> dict[str, list[Any]]:
             lease_gpus.c.memory_mb,
         )
         .select_from(lease_rows.join(lease_gpus, lease_gpus.c.token == lease_rows.c.token))
-        .where(lease_rows.c.node_id == node_id, lease_rows.c.state == "active")
+        .where(lease_rows.c.node_id == node_id, lease_rows.c.state == LeaseState.ACTIVE)
     )
     found: dict[str, list[Any]] = {}
     for row in rows:

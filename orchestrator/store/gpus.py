@@ -17,6 +17,7 @@ from sqlalchemy import ColumnElement, Connection, bindparam, case, func, or_, se
 from orchestrator.errors import GpuNotFound
 from orchestrator.gpu import Gpu, Health
 from orchestrator.gpu.accounts import Holder, foreign_mb
+from orchestrator.leases import LeaseState
 from orchestrator.placement import GpuView, HostView
 from orchestrator.settings import Settings
 from orchestrator.store import audit
@@ -294,7 +295,7 @@ def holders(conn: Connection, node_id: str) -> dict[str, list[Holder]]:
     query = (
         select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb, leases.c.worker_id, leases.c.slot, leases.c.pid)
         .select_from(shares)
-        .where(leases.c.node_id == node_id, leases.c.state == "active")
+        .where(leases.c.node_id == node_id, leases.c.state == LeaseState.ACTIVE)
     )
     found: dict[str, list[Holder]] = {}
     for row in conn.execute(query):
