@@ -50,7 +50,7 @@ from orchestrator.jobs import Queued, Status
 from orchestrator.leases import LEASE_ENDS, LeaseState
 from orchestrator.pools import PoolState, Provider
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
-from orchestrator.workflows import FlowStatus
+from orchestrator.workflows import FlowStatus, Sweep
 
 metadata = MetaData()
 
@@ -59,9 +59,6 @@ WORKER_STATES = ACTIVE, DRAINING, STOPPED, LOST = ("active", "draining", "stoppe
 WORKER_KINDS = ("process", "http")
 #: Workers that send heartbeats, and those that do so no more.
 LIVE_WORKERS, ENDED_WORKERS = (ACTIVE, DRAINING), (STOPPED, LOST)
-#: What is being done to the tasks of a workflow, batch after batch: those that wait are cancelled, or all that have not
-#: ended; those that ended badly start over. Or they are deleted, and the workflow with the last of them (`retention`).
-SWEEPS = ("pending", "all", "retry", "forget")
 
 
 def _one_of(column: str, values: Iterable[str], table: str | None = None) -> CheckConstraint:
@@ -195,7 +192,7 @@ workflows = Table(
     # The end of its time, while it runs.
     Column("expires_at", UtcDateTime),
     # NULL: nothing is done to its tasks.
-    Column("sweep", String(8), _one_of("sweep", SWEEPS)),
+    Column("sweep", String(8), _one_of("sweep", Sweep)),
     Column("reason", String(255)),
     _created(),
     Column("finished_at", UtcDateTime),
