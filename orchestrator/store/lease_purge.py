@@ -1,4 +1,8 @@
-"""Leases whose time is over, and rows of those that ended: what the leader's `purge_leases` sees to."""
+"""How leases end that nobody renews, and how rows of ended ones are deleted.
+
+`purge` and `forget` are the leader's (`purge_leases`). `forget_jobs` is part of deleting a job, whoever does that:
+`dead_letters.purge` for an operator, `retention` for the leader.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0, *, unheld: b
     watched = _watched_nodes(conn, {row.node_id for row in due if row.node_id}, stale_s)
     leases.let_go(conn, [row.token for row in due if row.node_id in watched], LeaseState.EXPIRED)
     leases.free(conn, [row.token for row in due if row.node_id not in watched], LeaseState.EXPIRED)
-    leases.record(conn, "lease.expired", {row.token: row.agent_name for row in due})
+    leases.audit_ends(conn, "lease.expired", {row.token: row.agent_name for row in due})
     return len(due) + _free_unwatched(conn, stale_s, limit, unheld=unheld)
 
 

@@ -184,16 +184,16 @@ def revoke(conn: Connection, lost: Mapping[str, str]) -> int:
     for row in rows:
         reason = f"GPU {row.gpu_uuid} was lost: {lost[row.gpu_uuid]}"
         conn.execute(by_key(update(leases)).where(leases.c.token == row.token).values(end_reason=reason[:255]))
-    ours = sorted({row.token for row in rows if row.worker_id is not None})
+    ours = {row.token: row.agent_name for row in rows if row.worker_id is not None}
     clients = {row.token: row.agent_name for row in rows if row.worker_id is None}
-    free(conn, ours)
+    free(conn, sorted(ours))
     free(conn, sorted(clients), LeaseState.EXPIRED)
-    record(conn, "lease.revoked", clients | {row.token: row.agent_name for row in rows if row.worker_id is not None})
+    audit_ends(conn, "lease.revoked", clients | ours)
     return len(ours) + len(clients)
 
 
-def record(conn: Connection, event: str, agents: Mapping[str, str]) -> None:
-    """What became of leases, by their keys, and whose they were."""
+def audit_ends(conn: Connection, event: str, agents: Mapping[str, str]) -> None:
+    """Write down how leases ended, by their keys, and whose they were."""
     told = [{"lease": lease_name(key), "agent": agent} for key, agent in agents.items()]
     audit.record(conn, [audit.Event(event, details=details) for details in told])
 
@@ -204,7 +204,7 @@ def release(conn: Connection, token: str) -> LeaseState:
     row = _locked(conn, key)
     if row.state == LeaseState.ACTIVE and row.ending_as is None:
         let_go(conn, [key], LeaseState.RELEASED)
-        record(conn, "lease.released", {key: row.agent_name})
+        audit_ends(conn, "lease.released", {key: row.agent_name})
     return LeaseState(row.ending_as or row.state)
 
 
