@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cached_property
 from typing import NamedTuple, Self
 
@@ -90,6 +90,20 @@ class LeaseRequest:
             host_memory_mb=self.host_memory_mb,
             warm_nodes=warm_nodes,
         )
+
+
+class LeaseState(StrEnum):
+    #: It holds its memory; also while it is ending, which is `ending_as` in its row.
+    ACTIVE = "active"
+    #: Its client gave it back.
+    RELEASED = "released"
+    #: Nobody renewed it in time, or its GPU was lost.
+    EXPIRED = "expired"
+    #: A job's or a warm model's, and over: nobody asks how, so its row need not be kept.
+    SPENT = "spent"
+
+
+LEASE_ENDS = (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.SPENT)
 
 
 class GpuShare(NamedTuple):

@@ -43,6 +43,19 @@ class FlowStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Sweep(StrEnum):
+    """What is being done to the tasks of a workflow, batch after batch."""
+
+    #: Those that wait are cancelled.
+    PENDING = "pending"
+    #: All that have not ended are cancelled.
+    ALL = "all"
+    #: Those that ended badly start over.
+    RETRY = "retry"
+    #: They are deleted, and the workflow with the last of them (`store.retention`).
+    FORGET = "forget"
+
+
 #: Ends of a task after which those that need it may go on.
 GOOD = frozenset({Status.DONE, Status.SKIPPED})
 #: Ends of a task that fail a workflow if it is critical.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import Connection, func, select
 
 from orchestrator.jobs import DUE
+from orchestrator.leases import LeaseState
 from orchestrator.store.dialect import in_order, seconds_since
 from orchestrator.store.schema import jobs, lease_gpus, leases, workers
 from orchestrator.warmth import State, Worker
@@ -65,7 +66,7 @@ def warm_workers(conn: Connection, pool_ids: Sequence[str]) -> dict[str, list[tu
                 lease_gpus, lease_gpus.c.token == leases.c.token
             )
         )
-        .where(workers.c.pool_id.in_(pool_ids), leases.c.state == "active", leases.c.resident)
+        .where(workers.c.pool_id.in_(pool_ids), leases.c.state == LeaseState.ACTIVE, leases.c.resident)
         .order_by(workers.c.pool_id, leases.c.token, lease_gpus.c.gpu_uuid)
     )
     found: dict[str, list[tuple[str, Worker]]] = {}

@@ -16,7 +16,7 @@ from orchestrator.errors import JobNotFound
 from orchestrator.explanation import Cap, Facts, Team
 from orchestrator.jobs import DEFAULT_LANE, Queued, Status
 from orchestrator.jsontext import listed
-from orchestrator.leases import LeaseRequest, Terms
+from orchestrator.leases import LeaseRequest, LeaseState, Terms
 from orchestrator.placement import Cluster, refused_mb
 from orchestrator.policies import Book, keys_of
 from orchestrator.pools import OPEN
@@ -159,7 +159,7 @@ def _needed_mb(job: Row[Any], pool: Row[Any] | None) -> int | None:
 
 def _warm_slots(conn: Connection, job: Row[Any], crew: Sequence[Row[Any]]) -> int:
     idle = select(func.count()).where(
-        leases.c.state == "active",
+        leases.c.state == LeaseState.ACTIVE,
         leases.c.resident,
         leases.c.idle_since.is_not(None),
         leases.c.job_type == job.type,

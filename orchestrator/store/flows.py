@@ -19,12 +19,11 @@ from orchestrator.errors import OrchestratorError, WorkflowEnded, WorkflowNotFou
 from orchestrator.store import audit
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.hot import Hot, among
-from orchestrator.store.schema import SWEEPS, jobs, spawns, workflows
-from orchestrator.workflows import BAD, GOOD, FlowStatus, Progress
+from orchestrator.store.schema import jobs, spawns, workflows
+from orchestrator.workflows import BAD, GOOD, FlowStatus, Progress, Sweep
 
 #: What stands before a workflow's id where the audit names it.
 AUDITED = "workflow:"
-PENDING, ALL, RETRY, FORGET = SWEEPS
 #: Tasks that one transaction goes through.
 BATCH = 500
 #: Of a task's job: it ended so that those who need it may go on.
@@ -120,7 +119,7 @@ def event(name: str, workflow_id: str, actor: str | None = None, **details: Any)
 #: Those that run longer than they may.
 OVERDUE = select(workflows.c.workflow_id).where(workflows.c.expires_at <= utc_now())
 #: Those whose tasks are being stopped or started over.
-SWEPT = select(workflows.c.workflow_id).where(among(workflows.c.sweep, (PENDING, ALL, RETRY)))
+SWEPT = select(workflows.c.workflow_id).where(among(workflows.c.sweep, (Sweep.PENDING, Sweep.ALL, Sweep.RETRY)))
 
 
 def overdue(conn: Connection, limit: int) -> Sequence[str]:

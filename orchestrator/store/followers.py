@@ -22,7 +22,7 @@ from orchestrator.store.flows import Flow
 from orchestrator.store.hot import Hot, some_at_a_time
 from orchestrator.store.moves import Attempt, by_attempt, move
 from orchestrator.store.schema import jobs, task_edges
-from orchestrator.workflows import BAD, FlowStatus, counted_as
+from orchestrator.workflows import BAD, FlowStatus, Sweep, counted_as
 
 _GATHERED = "ended tasks"
 
@@ -169,7 +169,7 @@ def _count(conn: Connection, flow: Flow, own: Sequence[Ended], fatal: str | None
         spawns.add(conn, [one for one in own if one.spawned])
         audit.record(conn, [flows.event("grown", flow.workflow_id, by=own[0].job_id, tasks=added)])
     if fatal is not None:
-        flows.end(conn, flow.workflow_id, FlowStatus.FAILED, fatal, sweep=flows.PENDING, **values)
+        flows.end(conn, flow.workflow_id, FlowStatus.FAILED, fatal, sweep=Sweep.PENDING, **values)
     elif flow.runs and progress.over and flow.sweep is None:
         flows.end(conn, flow.workflow_id, FlowStatus.DONE, **values)
     else:

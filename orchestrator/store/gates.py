@@ -20,6 +20,7 @@ from sqlalchemy import Connection, delete, func, select
 from orchestrator.gates import AGENT, GateState
 from orchestrator.gpu import Health
 from orchestrator.jobs import DUE, OWNED, TERMINAL
+from orchestrator.leases import LeaseState
 from orchestrator.store.dialect import by_key, clock, in_order, seconds_since, upsert, utc_now, utc_shift, walking
 from orchestrator.store.held import held
 from orchestrator.store.job_reads import statuses
@@ -130,7 +131,7 @@ def leased_mb(conn: Connection) -> dict[str, int]:
     held = (
         select(leases.c.agent_name, func.sum(lease_gpus.c.memory_mb))
         .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
-        .where(leases.c.state == "active")
+        .where(leases.c.state == LeaseState.ACTIVE)
         .group_by(leases.c.agent_name)
     )
     return {agent: int(total) for agent, total in conn.execute(walking(in_order(held), leases, "ix_leases_expiry"))}

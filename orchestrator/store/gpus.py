@@ -12,11 +12,12 @@ from datetime import datetime
 from math import isfinite
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, bindparam, case, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, bindparam, case, func, or_, select, update
 
 from orchestrator.errors import GpuNotFound
 from orchestrator.gpu import Gpu, Health
 from orchestrator.gpu.accounts import Holder, foreign_mb
+from orchestrator.leases import LeaseState
 from orchestrator.placement import GpuView, HostView
 from orchestrator.settings import Settings
 from orchestrator.store import audit
@@ -232,7 +233,7 @@ def record(conn: Connection, node_id: str, sample: Sequence[Gpu], gate: Gate, ag
     sample = [gpu for gpu in sample if not 0 <= ages_s.get(gpu.uuid, age_s) < age_s]
     if not sample:
         return
-    held = holders(conn, node_id)
+    held = holders(shares(conn, node_id))
     rows = [
         {
             "gpu_uuid": gpu.uuid,
@@ -288,17 +289,23 @@ def elsewhere(conn: Connection, node_id: str, uuids: Collection[str], recent_s: 
     return set(rows.scalars())
 
 
-def holders(conn: Connection, node_id: str) -> dict[str, list[Holder]]:
-    """Who holds a lease on each GPU of this node; those that are ending hold theirs still."""
-    shares = leases.join(lease_gpus, lease_gpus.c.token == leases.c.token)
-    query = (
-        select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb, leases.c.worker_id, leases.c.slot, leases.c.pid)
-        .select_from(shares)
-        .where(leases.c.node_id == node_id, leases.c.state == "active")
-    )
+def shares(conn: Connection, node_id: str, *more: ColumnElement[Any]) -> Sequence[Row[Any]]:
+    """What leases hold on each GPU of this node, with `more` about them; those that are ending hold theirs still."""
+    held = select(
+        lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb, leases.c.worker_id, leases.c.slot, leases.c.pid, *more
+    ).select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
+    return conn.execute(held.where(leases.c.node_id == node_id, leases.c.state == LeaseState.ACTIVE)).all()
+
+
+def holder(share: Row[Any]) -> Holder:
+    return Holder(share.memory_mb, share.worker_id, share.slot, share.pid)
+
+
+def holders(held: Iterable[Row[Any]]) -> dict[str, list[Holder]]:
+    """By GPU, whose shares these are."""
     found: dict[str, list[Holder]] = {}
-    for row in conn.execute(query):
-        found.setdefault(row.gpu_uuid, []).append(Holder(row.memory_mb, row.worker_id, row.slot, row.pid))
+    for share in held:
+        found.setdefault(share.gpu_uuid, []).append(holder(share))
     return found
 
 

@@ -54,7 +54,8 @@ def take_stock(
     if lost:
         leases.revoke(conn, lost)
     answering = [gpu for gpu in sample if gpu.health in (Health.OK, Health.UNHEALTHY)]
-    quarantined = endings.finish(conn, node_id, worker_ids, answering, running, patience_s, taken_at)
+    sighting = endings.Sighting(answering, worker_ids, running, taken_at)
+    quarantined = endings.finish(conn, node_id, sighting, patience_s)
     gpus.record(conn, node_id, sample, gate, time.monotonic() - taken_at if taken_at else 0.0)
     evicted, forgotten = residency.evicted(conn, node_id, worker_ids, resident) if resident else ((), ())
     return Findings(tuple(quarantined), evicted, forgotten, _orphans(conn, worker_ids, sample))

@@ -17,6 +17,7 @@ from sqlalchemy import ColumnElement, Connection, func, select
 from orchestrator.errors import JobNotFound, ResultNotFound
 from orchestrator.jobs import OWNED, TERMINAL, Status
 from orchestrator.jsontext import listed
+from orchestrator.leases import LeaseState
 from orchestrator.store import paging
 from orchestrator.store.dialect import json_has, seconds_since, unled, walking
 from orchestrator.store.hot import Hot
@@ -230,7 +231,7 @@ def live_pools(conn: Connection) -> list[PoolLiveness]:
 
 def active_leases(conn: Connection) -> int:
     """Those of GPUs: one that fell back to a CPU holds no memory."""
-    held = select(func.count()).where(leases.c.state == "active", leases.c.mode == "gpu")
+    held = select(func.count()).where(leases.c.state == LeaseState.ACTIVE, leases.c.mode == "gpu")
     return int(conn.execute(held).scalar_one())
 
 

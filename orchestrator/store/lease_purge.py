@@ -1,4 +1,8 @@
-"""Leases whose time is over, and rows of those that ended: what the leader's `purge_leases` sees to."""
+"""How leases end that nobody renews, and how rows of ended ones are deleted.
+
+`purge` and `forget` are the leader's (`purge_leases`). `forget_jobs` is part of deleting a job, whoever does that:
+`dead_letters.purge` for an operator, `retention` for the leader.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, bindparam, delete, or_, select
 
-from orchestrator.leases import JOB_LEASE
+from orchestrator.leases import JOB_LEASE, LeaseState
 from orchestrator.store import leases
 from orchestrator.store.dialect import by_key, utc_now, utc_shift
 from orchestrator.store.held import held
@@ -22,12 +26,13 @@ NAMES = 100
 
 #: What it has of its host beside GPUs.
 _OF_HOST = (lease_rows.c.host_cpu_milli + lease_rows.c.host_memory_mb).label("of_host")
-_IS_DUE = (lease_rows.c.state == "active", lease_rows.c.expires_at <= utc_now())
+_IS_DUE = (lease_rows.c.state == LeaseState.ACTIVE, lease_rows.c.expires_at <= utc_now())
 #: Leases that `purge` and `forget` see to.
 DUE = select(lease_rows.c.token).where(*_IS_DUE)
-SPENT = select(lease_rows.c.token).where(lease_rows.c.state == "spent")
+SPENT = select(lease_rows.c.token).where(lease_rows.c.state == LeaseState.SPENT)
 ENDED_LONG_AGO = select(lease_rows.c.token).where(
-    among(lease_rows.c.state, ("released", "expired")), lease_rows.c.expires_at <= utc_shift(bindparam("ended_since_s"))
+    among(lease_rows.c.state, (LeaseState.RELEASED, LeaseState.EXPIRED)),
+    lease_rows.c.expires_at <= utc_shift(bindparam("ended_since_s")),
 )
 
 
@@ -46,9 +51,9 @@ def purge(conn: Connection, limit: int = 200, stale_s: float = 5.0, *, unheld: b
     ).all()
     due = _unheld(conn, due) if unheld else due
     watched = _watched_nodes(conn, {row.node_id for row in due if row.node_id}, stale_s)
-    leases.let_go(conn, [row.token for row in due if row.node_id in watched], "expired")
-    leases.free(conn, [row.token for row in due if row.node_id not in watched], "expired")
-    leases.record(conn, "lease.expired", {row.token: row.agent_name for row in due})
+    leases.let_go(conn, [row.token for row in due if row.node_id in watched], LeaseState.EXPIRED)
+    leases.free(conn, [row.token for row in due if row.node_id not in watched], LeaseState.EXPIRED)
+    leases.audit_ends(conn, "lease.expired", {row.token: row.agent_name for row in due})
     return len(due) + _free_unwatched(conn, stale_s, limit, unheld=unheld)
 
 
@@ -88,7 +93,7 @@ def _free_unwatched(conn: Connection, stale_s: float, limit: int, *, unheld: boo
     rows = _unheld(conn, rows) if unheld else rows
     watched = _watched_nodes(conn, {row.node_id for row in rows}, stale_s) if rows else set()
     gone = [row for row in rows if row.node_id not in watched]
-    for state in {row.ending_as for row in gone}:
+    for state in {LeaseState(row.ending_as) for row in gone}:
         leases.free(conn, [row.token for row in gone if row.ending_as == state], state)
     return len(gone)
 
@@ -126,8 +131,8 @@ def forget_jobs(conn: Connection, job_ids: Sequence[str]) -> set[str]:
     Whoever deletes a job does this first: its id may be submitted again, and that job's lease would bear the same name.
     """
     rows = [row for some in some_at_a_time(sorted(job_ids), NAMES) for row in conn.execute(_of_jobs(some))]
-    _delete(conn, [row.token for row in rows if row.state != "active"])
-    return {row.job_id for row in rows if row.state == "active"}
+    _delete(conn, [row.token for row in rows if row.state != LeaseState.ACTIVE])
+    return {row.job_id for row in rows if row.state == LeaseState.ACTIVE}
 
 
 def _of_jobs(job_ids: Sequence[str]) -> Select[tuple[str, str, str]]:

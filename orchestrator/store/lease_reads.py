@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from orchestrator.leases import lease_name
+from orchestrator.leases import LeaseState, lease_name
 from orchestrator.store import paging
 from orchestrator.store.hot import some_at_a_time
 from orchestrator.store.schema import gpus as gpu_rows
@@ -15,10 +15,10 @@ from orchestrator.store.schema import lease_gpus, leases
 
 
 def page(conn: Connection, limit: int = 1000, cursor: str | None = None) -> tuple[list[dict[str, Any]], str | None]:
-    """Live leases, oldest first, and the cursor of the next page, without anything that could be used as a token."""
+    """Active leases, oldest first, and the cursor of the next page, without anything that could be used as a token."""
     ahead = paging.after(cursor, leases.c.created_at, leases.c.token, oldest_first=True)
-    live = select(leases).where(leases.c.state == "active", *ahead).order_by(leases.c.created_at, leases.c.token)
-    rows = conn.execute(live.limit(limit + 1)).all()
+    active = select(leases).where(leases.c.state == LeaseState.ACTIVE, *ahead)
+    rows = conn.execute(active.order_by(leases.c.created_at, leases.c.token).limit(limit + 1)).all()
     cards = _gpus_of(conn, [row.token for row in rows[:limit]])
     shown = [
         {"lease": lease_name(row.token), **_without_token(row._asdict()), "gpus": cards.get(row.token, [])}

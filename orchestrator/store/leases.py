@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ClauseElement, Connection, bindparam, or_, select, update
 
 from orchestrator.errors import LeaseNotFound
-from orchestrator.leases import Granted, lease_name, token_hash
+from orchestrator.leases import Granted, LeaseState, lease_name, token_hash
 from orchestrator.store import audit, gpus
 from orchestrator.store.dialect import by_key, in_order, unled, utc_now, walking
 from orchestrator.store.hot import Hot, Listed, insert_rows
@@ -61,8 +61,10 @@ def _row(lease: Granted) -> dict[str, Any]:
     }
 
 
+#: Of use to whoever holds it: neither over, nor ending.
+LIVE = (leases.c.state == LeaseState.ACTIVE, leases.c.ending_as.is_(None))
 #: Of leases that are named: those of others that live, however many, must not be looked at.
-_ACTIVE = unled(leases.c.state) == "active"
+_ACTIVE = unled(leases.c.state) == LeaseState.ACTIVE
 
 
 def _held_shares(keys: Listed) -> ClauseElement:
@@ -115,13 +117,11 @@ def lock(conn: Connection, keys: Collection[str]) -> None:
 
 def of_slot(conn: Connection, worker_id: str, slot: str) -> list[str]:
     """The leases in a slot's name that are not over, nor ending."""
-    mine = walking(select(leases.c.token), leases, "ix_leases_worker").where(
-        leases.c.worker_id == worker_id, leases.c.state == "active", leases.c.ending_as.is_(None)
-    )
+    mine = walking(select(leases.c.token), leases, "ix_leases_worker").where(leases.c.worker_id == worker_id, *LIVE)
     return list(conn.execute(mine.where(leases.c.slot == slot)).scalars())
 
 
-def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
+def free(conn: Connection, keys: Sequence[str], state: LeaseState = LeaseState.SPENT) -> int:
     """End leases and give the GPUs back what they hold. Those already over are left out.
 
     The rows stay a while (`lease_purge.forget`): deleting them by a list of keys here would lock, or wait for, the
@@ -143,7 +143,7 @@ def free(conn: Connection, keys: Sequence[str], state: str = "spent") -> int:
 
 
 def let_go(
-    conn: Connection, keys: Sequence[str], state: str, reason: str | None = None, slot: str | None = None
+    conn: Connection, keys: Sequence[str], state: LeaseState, reason: str | None = None, slot: str | None = None
 ) -> None:
     """End leases whose processes may still hold memory: at once when nobody could see that, else when they are gone."""
     if not keys:
@@ -151,16 +151,15 @@ def let_go(
     visible = or_(leases.c.worker_id.is_not(None), leases.c.pid.is_not(None))
     if slot:  # one that ran out before does not know it yet
         ending = by_key(update(leases)).where(
-            leases.c.token.in_(keys), leases.c.state == "active", leases.c.slot.is_(None)
+            leases.c.token.in_(keys), leases.c.state == LeaseState.ACTIVE, leases.c.slot.is_(None)
         )
         conn.execute(ending.where(leases.c.ending_as.is_not(None)).values(slot=slot))
     conn.execute(
         by_key(update(leases))
         .where(
             leases.c.token.in_(keys),
-            leases.c.state == "active",
+            *LIVE,
             leases.c.mode == "gpu",
-            leases.c.ending_as.is_(None),
             visible,
         )
         .values(
@@ -179,35 +178,34 @@ def revoke(conn: Connection, lost: Mapping[str, str]) -> int:
     held = (
         select(leases.c.token, leases.c.job_id, leases.c.worker_id, leases.c.agent_name, lease_gpus.c.gpu_uuid)
         .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
-        .where(lease_gpus.c.gpu_uuid.in_(sorted(lost)), leases.c.state == "active")
+        .where(lease_gpus.c.gpu_uuid.in_(sorted(lost)), leases.c.state == LeaseState.ACTIVE)
     )
     rows = conn.execute(walking(in_order(held), leases, "ix_leases_expiry")).all()
     for row in rows:
         reason = f"GPU {row.gpu_uuid} was lost: {lost[row.gpu_uuid]}"
         conn.execute(by_key(update(leases)).where(leases.c.token == row.token).values(end_reason=reason[:255]))
-    ours = sorted({row.token for row in rows if row.worker_id is not None})
+    ours = {row.token: row.agent_name for row in rows if row.worker_id is not None}
     clients = {row.token: row.agent_name for row in rows if row.worker_id is None}
-    free(conn, ours)
-    free(conn, sorted(clients), "expired")
-    record(conn, "lease.revoked", clients | {row.token: row.agent_name for row in rows if row.worker_id is not None})
+    free(conn, sorted(ours))
+    free(conn, sorted(clients), LeaseState.EXPIRED)
+    audit_ends(conn, "lease.revoked", clients | ours)
     return len(ours) + len(clients)
 
 
-def record(conn: Connection, event: str, agents: Mapping[str, str]) -> None:
-    """What became of leases, by their keys, and whose they were."""
+def audit_ends(conn: Connection, event: str, agents: Mapping[str, str]) -> None:
+    """Write down how leases ended, by their keys, and whose they were."""
     told = [{"lease": lease_name(key), "agent": agent} for key, agent in agents.items()]
     audit.record(conn, [audit.Event(event, details=details) for details in told])
 
 
-def release(conn: Connection, token: str) -> str:
+def release(conn: Connection, token: str) -> LeaseState:
     """End a lease; again is fine. Its memory returns when its processes are gone. The state it was found in."""
     key = token_hash(token)
     row = _locked(conn, key)
-    if row.state == "active" and row.ending_as is None:
-        let_go(conn, [key], "released")
-        record(conn, "lease.released", {key: row.agent_name})
-    state: str = row.ending_as or row.state
-    return state
+    if row.state == LeaseState.ACTIVE and row.ending_as is None:
+        let_go(conn, [key], LeaseState.RELEASED)
+        audit_ends(conn, "lease.released", {key: row.agent_name})
+    return LeaseState(row.ending_as or row.state)
 
 
 def _locked(conn: Connection, key: str) -> Any:

@@ -26,6 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.jobs import OWNED
+from orchestrator.leases import LeaseState
 from orchestrator.store import audit, renewals
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import among
@@ -251,7 +252,7 @@ def forget(conn: Connection, keep_s: float, limit: int) -> int:
     Locked before they are deleted: one that came over HTTP may be registering anew under its id.
     """
     theirs = walking(select(leases.c.token), leases, "ix_leases_worker")
-    held = theirs.where(leases.c.worker_id == workers.c.worker_id, leases.c.state == "active").exists()
+    held = theirs.where(leases.c.worker_id == workers.c.worker_id, leases.c.state == LeaseState.ACTIVE).exists()
     gone = conn.execute(
         select(workers.c.worker_id)
         .where(workers.c.status.in_(ENDED_WORKERS), workers.c.last_heartbeat <= utc_shift(-keep_s), ~held)

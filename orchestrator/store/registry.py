@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerExists, WorkerLost, WorkerNotFound
 from orchestrator.jobs import OWNED, RetryPolicy
+from orchestrator.leases import LeaseState
 from orchestrator.pools import OPEN
 from orchestrator.store import audit, nodes, renewals
 from orchestrator.store.database import RowsHeld
@@ -73,7 +74,7 @@ def register(conn: Connection, worker: Worker) -> None:
 
 def _left_something(conn: Connection, worker_id: str) -> bool:
     owned = exists().where(jobs.c.worker_id == worker_id, jobs.c.status.in_(sorted(OWNED)))
-    leased = exists().where(leases.c.worker_id == worker_id, leases.c.state == "active")
+    leased = exists().where(leases.c.worker_id == worker_id, leases.c.state == LeaseState.ACTIVE)
     return bool(conn.execute(select(or_(owned, leased))).scalar())
 
 

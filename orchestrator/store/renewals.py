@@ -12,22 +12,21 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Select, func, select, update
 
 from orchestrator.errors import LeaseEnded, LeaseNotFound
-from orchestrator.leases import lease_name
+from orchestrator.leases import LeaseState, lease_name
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import by_key, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
+from orchestrator.store.leases import LIVE
 from orchestrator.store.schema import leases
 
-_LIVE = (leases.c.state == "active", leases.c.ending_as.is_(None))
-
 # Whether its time is over is asked of rows that are locked: who holds one may have extended it just in time.
-_MINE = select(leases.c.token, (leases.c.expires_at > utc_now()).label("in_time")).where(*_LIVE)
+_MINE = select(leases.c.token, (leases.c.expires_at > utc_now()).label("in_time")).where(*LIVE)
 _UNHELD = Hot(lambda keys: by_key(_MINE.where(leases.c.token.in_(keys)).with_for_update(skip_locked=True), leases))
 _IN_TURN = Hot(lambda keys: by_key(_MINE.where(leases.c.token.in_(keys)).with_for_update(), leases))
 _EXTEND = Hot(
     lambda keys: (
         by_key(update(leases))
-        .where(leases.c.token.in_(keys), *_LIVE)
+        .where(leases.c.token.in_(keys), *LIVE)
         .values(last_heartbeat=utc_now(), expires_at=utc_shift(leases.c.ttl_seconds))
     )
 )
@@ -87,9 +86,10 @@ def _renewed(lease: _Standing | None, *, in_time: bool | None) -> Renewed:
         return LeaseNotFound()
     if in_time:
         return lease.expires_at
-    if in_time is None and lease.state == "active" and lease.ending_as is None:
+    if in_time is None and lease.state == LeaseState.ACTIVE and lease.ending_as is None:
         return RowsHeld(f"somebody holds the row of lease {lease_name(lease.token)}")
-    return LeaseEnded(lease.ending_as or ("expired" if lease.state == "active" else lease.state), lease.end_reason)
+    over_as = LeaseState.EXPIRED if lease.state == LeaseState.ACTIVE else lease.state
+    return LeaseEnded(lease.ending_as or over_as, lease.end_reason)
 
 
 # ── of workers ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,4 +119,4 @@ def _of_workers(*columns: ColumnElement[Any], of: Mapping[str, str]) -> Select[A
     # Along the index that passes over what is over, however long nobody deletes that. But the ends of leases change it,
     # and would wait for us there: so nothing is locked along it.
     mine = leases.c.node_id.in_(sorted({*of.values()})), leases.c.worker_id.in_(sorted(of))
-    return walking(select(*columns), leases, "ix_leases_node").where(*mine, *_LIVE)
+    return walking(select(*columns), leases, "ix_leases_node").where(*mine, *LIVE)

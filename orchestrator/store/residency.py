@@ -15,18 +15,13 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, select, update
 
-from orchestrator.leases import ResidentSlot
+from orchestrator.leases import LeaseState, ResidentSlot
 from orchestrator.placement import Ask, Cluster, Resident, evictions
 from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, walking
+from orchestrator.store.leases import LIVE
 from orchestrator.store.schema import lease_gpus, leases
 
-_IDLE = (
-    leases.c.state == "active",
-    leases.c.resident,
-    leases.c.job_id.is_(None),
-    leases.c.evicted_at.is_(None),
-    leases.c.ending_as.is_(None),
-)
+_IDLE = (*LIVE, leases.c.resident, leases.c.job_id.is_(None), leases.c.evicted_at.is_(None))
 
 
 class Model(NamedTuple):
@@ -43,7 +38,7 @@ def keep(conn: Connection, key: str, model: Model) -> bool:
     """The job is over, its model stays, under a lease of its own name. False when the lease ended meanwhile."""
     kept = conn.execute(
         by_key(update(leases))
-        .where(leases.c.token == key, leases.c.state == "active", leases.c.ending_as.is_(None))
+        .where(leases.c.token == key, *LIVE)
         .values(
             token=model.key,
             resident=True,
@@ -72,7 +67,7 @@ def occupy(conn: Connection, slot: ResidentSlot, job_id: str, worker_id: str) ->
 
 def vacate(conn: Connection, key: str, job_id: str) -> None:
     """The job for which a warm model's lease was occupied never started. Who only shared it leaves it as it is."""
-    mine = by_key(update(leases)).where(leases.c.token == key, leases.c.state == "active", leases.c.resident)
+    mine = by_key(update(leases)).where(leases.c.token == key, leases.c.state == LeaseState.ACTIVE, leases.c.resident)
     conn.execute(mine.where(leases.c.job_id == job_id).values(job_id=None, idle_since=utc_now()))
 
 
@@ -80,7 +75,7 @@ def loaded(conn: Connection, key: str) -> None:
     """A model that no job asked for yet is in memory now, and idle."""
     fresh = (
         leases.c.token == key,
-        leases.c.state == "active",
+        leases.c.state == LeaseState.ACTIVE,
         leases.c.job_id.is_(None),
         leases.c.idle_since.is_(None),
     )
@@ -92,7 +87,7 @@ def pinned_mb(conn: Connection, node_id: str) -> dict[str, int]:
     rows = conn.execute(
         select(lease_gpus.c.gpu_uuid, lease_gpus.c.memory_mb)
         .select_from(leases.join(lease_gpus, lease_gpus.c.token == leases.c.token))
-        .where(leases.c.node_id == node_id, leases.c.state == "active", leases.c.resident, leases.c.pinned)
+        .where(leases.c.node_id == node_id, leases.c.state == LeaseState.ACTIVE, leases.c.resident, leases.c.pinned)
     )
     held: Counter[str] = Counter()
     for row in rows:
@@ -104,7 +99,7 @@ def warm_nodes(conn: Connection, models: Collection[str]) -> dict[str, frozenset
     """By model, the nodes that have it in memory."""
     loaded = (
         select(leases.c.model_id, leases.c.node_id)
-        .where(leases.c.state == "active", leases.c.resident, leases.c.model_id.in_(models))
+        .where(leases.c.state == LeaseState.ACTIVE, leases.c.resident, leases.c.model_id.in_(models))
         .distinct()
     )
     rows = conn.execute(walking(loaded, leases, "ix_leases_expiry")).all()
@@ -180,10 +175,9 @@ def evicted(
     rows = conn.execute(
         select(leases.c.token, leases.c.evicted_at).where(
             leases.c.node_id == node_id,
-            leases.c.state == "active",
+            *LIVE,
             leases.c.worker_id.in_(sorted(worker_ids)),
             leases.c.resident,
-            leases.c.ending_as.is_(None),
         )
     ).all()
     alive = {row.token for row in rows}

@@ -21,7 +21,7 @@ from orchestrator.store import audit as trail
 from orchestrator.store import flows, lease_purge, tallies
 from orchestrator.store.dialect import by_key, in_order, utc_shift, walking
 from orchestrator.store.schema import audit, jobs, results, task_edges, workflows
-from orchestrator.workflows import FlowStatus
+from orchestrator.workflows import FlowStatus, Sweep
 
 #: Rows that one transaction deletes at most.
 ROWS = 500
@@ -132,7 +132,7 @@ def give_up(conn: Connection, workflow_id: str, keep_s: float) -> bool:
         return False
     if conn.execute(old).first() is None or flows.grows(conn, workflow_id) or (flow.failed and _letters(conn, flow)):
         return False
-    flows.change(conn, workflow_id, sweep=flows.FORGET)
+    flows.change(conn, workflow_id, sweep=Sweep.FORGET)
     return True
 
 
@@ -143,14 +143,14 @@ def _letters(conn: Connection, flow: flows.Flow) -> bool:
 
 def given_up(conn: Connection) -> list[str]:
     """Workflows of which something is left."""
-    left = select(workflows.c.workflow_id).where(workflows.c.sweep == flows.FORGET)
+    left = select(workflows.c.workflow_id).where(workflows.c.sweep == Sweep.FORGET)
     return list(conn.execute(left.order_by(workflows.c.workflow_id).limit(FLOWS)).scalars())
 
 
 def forget_flow(conn: Connection, workflow_id: str) -> tuple[int, bool]:
     """Delete some of a workflow that was given up, at last itself; how many rows went, and whether it is gone."""
     flow = flows.lock(conn, [workflow_id]).get(workflow_id)
-    if flow is None or flow.sweep != flows.FORGET:
+    if flow is None or flow.sweep != Sweep.FORGET:
         return 0, True
     tasks = walking(select(jobs.c.job_id), jobs, "ix_jobs_workflow").where(jobs.c.workflow_id == workflow_id)
     ids = conn.execute(tasks.order_by(jobs.c.created_at, jobs.c.job_id).limit(JOBS)).scalars().all()

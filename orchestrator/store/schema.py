@@ -47,9 +47,10 @@ from sqlalchemy import (
 
 from orchestrator.gpu import Health
 from orchestrator.jobs import Queued, Status
+from orchestrator.leases import LEASE_ENDS, LeaseState
 from orchestrator.pools import PoolState, Provider
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
-from orchestrator.workflows import FlowStatus
+from orchestrator.workflows import FlowStatus, Sweep
 
 metadata = MetaData()
 
@@ -58,11 +59,6 @@ WORKER_STATES = ACTIVE, DRAINING, STOPPED, LOST = ("active", "draining", "stoppe
 WORKER_KINDS = ("process", "http")
 #: Workers that send heartbeats, and those that do so no more.
 LIVE_WORKERS, ENDED_WORKERS = (ACTIVE, DRAINING), (STOPPED, LOST)
-LEASE_ENDS = ("released", "expired", "spent")
-LEASE_STATES = ("active", *LEASE_ENDS)
-#: What is being done to the tasks of a workflow, batch after batch: those that wait are cancelled, or all that have not
-#: ended; those that ended badly start over. Or they are deleted, and the workflow with the last of them (`retention`).
-SWEEPS = ("pending", "all", "retry", "forget")
 
 
 def _one_of(column: str, values: Iterable[str], table: str | None = None) -> CheckConstraint:
@@ -196,7 +192,7 @@ workflows = Table(
     # The end of its time, while it runs.
     Column("expires_at", UtcDateTime),
     # NULL: nothing is done to its tasks.
-    Column("sweep", String(8), _one_of("sweep", SWEEPS)),
+    Column("sweep", String(8), _one_of("sweep", Sweep)),
     Column("reason", String(255)),
     _created(),
     Column("finished_at", UtcDateTime),
@@ -307,7 +303,7 @@ leases = Table(
     Column("agent_name", String(255), nullable=False),
     Column("gpu_index", Integer),
     Column("mode", String(3), nullable=False, server_default="gpu"),
-    Column("state", String(8), nullable=False, server_default="active"),
+    Column("state", String(8), nullable=False, server_default=LeaseState.ACTIVE),
     Column("memory_mb", Integer, nullable=False),
     Column("node_id", String(128)),
     Column("job_id", String(128)),
@@ -334,7 +330,7 @@ leases = Table(
     Column("evicted_at", UtcDateTime),
     *_json("metadata", "leases"),
     _one_of("mode", ("gpu", "cpu"), "leases"),
-    _one_of("state", LEASE_STATES, "leases"),
+    _one_of("state", LeaseState, "leases"),
     Index("idx_leases_agent", "agent_name"),
     Index("ix_leases_expiry", "state", "expires_at"),
     Index("ix_leases_worker", "worker_id"),

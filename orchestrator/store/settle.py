@@ -14,7 +14,7 @@ from sqlalchemy import Connection, select
 from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
 from orchestrator.jsontext import listed
-from orchestrator.leases import MODEL_LEASE, Remains
+from orchestrator.leases import MODEL_LEASE, LeaseState, Remains
 from orchestrator.store import audit, dead_letters, followers, leases, ownership, residency
 from orchestrator.store.caps import Seats
 from orchestrator.store.hot import insert_rows
@@ -209,7 +209,7 @@ def end_leases(conn: Connection, keys: Sequence[tuple[str, Left]]) -> None:
         if left.remains is Remains.SHARED:
             continue
         if left.remains is Remains.PROCESSES:
-            leases.let_go(conn, [key], "spent", slot=left.slot)
+            leases.let_go(conn, [key], LeaseState.SPENT, slot=left.slot)
         elif left.remains is Remains.MODEL:
             model = residency.Model(left.key, left.slot, left.type, left.model_id, left.pinned)
             residency.keep(conn, key, model)

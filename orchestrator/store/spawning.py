@@ -29,7 +29,7 @@ from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, spawns, task_edges, task_stages, workflows
 from orchestrator.store.submit import Entering, enter, meeting_nobody, no_policies
 from orchestrator.telemetry import tracing
-from orchestrator.workflows import FlowStatus, Limits
+from orchestrator.workflows import FlowStatus, Limits, Sweep
 
 #: Tasks that become jobs in one transaction.
 BATCH = 500
@@ -219,7 +219,7 @@ def _give_up(conn: Connection, marker: Row[Any], why: str) -> Made:
     flow = flows.lock_one(conn, marker.workflow_id)
     reason = f"tasks of {marker.job_id} cannot be made: {why}"
     left = flow.total - marker.remaining
-    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, reason, sweep=flows.PENDING, total=left)
+    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, reason, sweep=Sweep.PENDING, total=left)
     conn.execute(delete(spawns).where(spawns.c.job_id == marker.job_id, spawns.c.attempt == marker.attempt))
     _forget(conn, [Marked(marker.job_id, marker.attempt)])
     return Made()

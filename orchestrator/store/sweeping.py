@@ -19,7 +19,7 @@ from orchestrator.store.dialect import by_key, utc_now
 from orchestrator.store.flows import Flow, Place
 from orchestrator.store.hot import some_at_a_time
 from orchestrator.store.schema import jobs, results, task_edges
-from orchestrator.workflows import BAD, GOOD, FlowStatus, counted_as
+from orchestrator.workflows import BAD, GOOD, FlowStatus, Sweep, counted_as
 
 
 class Step(NamedTuple):
@@ -57,10 +57,10 @@ class Walk:
         """
         flows.hold_growth(conn, workflow_id)
         flow = flows.lock_one(conn, workflow_id)
-        if flow.sweep in (None, flows.FORGET):
+        if flow.sweep in (None, Sweep.FORGET):
             return replace(self, after=None)
         after, left = (self.after, self.left) if flow.sweep == self.sweep else (None, 0)
-        step = restart_some(conn, flow, after) if flow.sweep == flows.RETRY else cancel_some(conn, flow, after)
+        step = restart_some(conn, flow, after) if flow.sweep == Sweep.RETRY else cancel_some(conn, flow, after)
         left += step.left
         if step.after is None and not left:
             _stop_sweeping(conn, workflow_id)
@@ -86,7 +86,7 @@ def cancel_some(conn: Connection, flow: Flow, after: Place | None) -> Step:
     """Cancel tasks of a workflow that goes on no more: those that wait, and with `ALL` ask those that run to stop."""
     rows = flows.tasks(conn, flow.workflow_id, after, jobs.c.status)
     waiting = [row.job_id for row in rows if row.status == Status.PENDING]
-    running = [row.job_id for row in rows if row.status in OWNED] if flow.sweep == flows.ALL else []
+    running = [row.job_id for row in rows if row.status in OWNED] if flow.sweep == Sweep.ALL else []
     left = len(waiting) - followers.cancel_waiting(conn, waiting) + len(running)
     return Step(flows.place_behind(rows), left, set(), _ask(conn, running))
 

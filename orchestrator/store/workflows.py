@@ -29,7 +29,7 @@ from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import jobs, task_edges, workflows
 from orchestrator.store.submit import Entering, Rules, enter
 from orchestrator.store.sweeping import Walk
-from orchestrator.workflows import BAD, FlowStatus, NewWorkflow, Progress, Task, check_known, in_order, task_id
+from orchestrator.workflows import BAD, FlowStatus, NewWorkflow, Progress, Sweep, Task, check_known, in_order, task_id
 
 #: Tasks that one rerun may start over; and needs of a task that are shown with it.
 MOST_RERUN, MOST_NEEDS = 5000, 50
@@ -48,7 +48,7 @@ def create(conn: Connection, db: Database, new: NewWorkflow, rules: Rules) -> bo
     """
     known = select(workflows.c.content_hash, workflows.c.sweep).where(workflows.c.workflow_id == new.workflow_id)
     if (before := conn.execute(known).one_or_none()) is not None:
-        if before.sweep == flows.FORGET:
+        if before.sweep == Sweep.FORGET:
             raise WorkflowBusy(new.workflow_id, "one with this id ended long ago and is being deleted")
         if before.content_hash != new.content_hash:
             raise WorkflowConflict(new.workflow_id)
@@ -79,7 +79,7 @@ def add(conn: Connection, db: Database, workflow_id: str, tasks: Sequence[Task],
     """
     flow = flows.lock_one(conn, workflow_id)
     new = _without_known(conn, tasks)
-    if not new and flow.sweep != flows.FORGET:
+    if not new and flow.sweep != Sweep.FORGET:
         return []
     if refused := flows.refusal(workflow_id, flow):
         raise refused
@@ -272,7 +272,7 @@ def cancel(conn: Connection, workflow_id: str) -> Walk:
     if not flow.runs and flow.status != FlowStatus.CANCELLED:
         raise WorkflowEnded(workflow_id, flow.status)
     if flow.runs:
-        flows.end(conn, flow.workflow_id, FlowStatus.CANCELLED, "somebody cancelled it", sweep=flows.ALL)
+        flows.end(conn, flow.workflow_id, FlowStatus.CANCELLED, "somebody cancelled it", sweep=Sweep.ALL)
     return _first_batch(conn, workflow_id)
 
 
@@ -285,7 +285,7 @@ def expire(conn: Connection, workflow_id: str) -> Walk:
     )
     if not flow.runs or conn.execute(late).first() is None:
         return Walk()
-    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, TOO_LONG, sweep=flows.ALL)
+    flows.end(conn, flow.workflow_id, FlowStatus.FAILED, TOO_LONG, sweep=Sweep.ALL)
     return _first_batch(conn, workflow_id)
 
 
@@ -340,16 +340,16 @@ def rerun(conn: Connection, workflow_id: str, task: str) -> Rerun:
 def _idle(conn: Connection, workflow_id: str) -> Flow:
     flows.hold_growth(conn, workflow_id)
     flow = flows.lock_one(conn, workflow_id)
-    if flow.sweep in (flows.PENDING, flows.ALL):
+    if flow.sweep in (Sweep.PENDING, Sweep.ALL):
         raise WorkflowBusy(workflow_id, "its tasks are being stopped still")
-    if flow.sweep == flows.FORGET:
+    if flow.sweep == Sweep.FORGET:
         raise WorkflowNotFound(workflow_id)
     return flow
 
 
 def _go_on(conn: Connection, flow: Flow, how: str, **details: Any) -> None:
     """It runs again; what ended badly starts over, batch after batch."""
-    flows.change(conn, flow.workflow_id, **({} if flow.runs else flows.reopened(flow)), sweep=flows.RETRY)
+    flows.change(conn, flow.workflow_id, **({} if flow.runs else flows.reopened(flow)), sweep=Sweep.RETRY)
     audit.record(conn, [flows.event(how, flow.workflow_id, **details)])
 
 

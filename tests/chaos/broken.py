@@ -88,8 +88,8 @@ BUILDS: dict[str, tuple[Edit, ...]] = {
     "release-guard": (
         Edit(
             "orchestrator/store/leases.py",
-            '        let_go(conn, [key], "released")\n',
-            '        free(conn, [key], "released")\n',
+            "        let_go(conn, [key], LeaseState.RELEASED)\n",
+            "        free(conn, [key], LeaseState.RELEASED)\n",
         ),
     ),
     # Leases outlive their card.

@@ -9,6 +9,7 @@ from orchestrator.policies import EVERYWHERE, Scope, parse
 from orchestrator.store import flows, grants, outbox, policies, schema, spawning, withdraw, workflows
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import utc_shift
+from orchestrator.workflows import Sweep
 from tests.factories import STALE_S, gpu, hire, holding, holding_job, row, rows, set_job, status, submit, traffic
 from tests.fetchers import enlist
 from tests.leader.test_duties import announced, deliver
@@ -266,7 +267,7 @@ def test_workflows_are_seen_to_but_for_the_one_whose_row_is_held(db, wary, late)
     """Past their time, or with a sweep that is not done."""
     for name in ("v", "w"):
         create(db, task("a"), workflow_id=name)
-    change = {"expires_at": utc_shift(-1.0)} if late else {"status": "failed", "sweep": flows.ALL}
+    change = {"expires_at": utc_shift(-1.0)} if late else {"status": "failed", "sweep": Sweep.ALL}
     db.write(lambda conn: conn.execute(update(schema.workflows).values(change)))
     with holding(db, schema.workflows, schema.workflows.c.workflow_id == "v"):
         duties.tend_workflows(wary)

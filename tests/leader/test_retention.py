@@ -28,7 +28,7 @@ from orchestrator.store.dialect import utc_shift
 from orchestrator.store.retention import JOBS, ROWS
 from orchestrator.store.settle import take_from_dead
 from orchestrator.store.submit import Rules, submit_jobs
-from orchestrator.workflows import Limits, NewWorkflow
+from orchestrator.workflows import Limits, NewWorkflow, Sweep
 from tests.factories import (
     POLICY,
     gpu,
@@ -449,7 +449,7 @@ def test_an_id_whose_workflow_is_half_deleted_is_neither_there_nor_free(db, cont
     workflow(db, ["a"], ["b"])
     finish(db, "a", "b")
     aged_flow(db, JOBS_KEPT + 1)
-    db.write(lambda conn: flows.change(conn, "w", sweep=flows.FORGET))
+    db.write(lambda conn: flows.change(conn, "w", sweep=Sweep.FORGET))
     for tasks in (["a"], ["b"]), (["other"],):  # what it was, and something else
         with pytest.raises(WorkflowBusy):
             workflow(db, *tasks)

@@ -7,7 +7,7 @@ from sqlalchemy import update
 
 from orchestrator.errors import LeaseEnded
 from orchestrator.gpu import GpuProcess, Health
-from orchestrator.leases import Granted, LeaseRequest, Remains, Terms, token_hash
+from orchestrator.leases import Granted, LeaseRequest, LeaseState, Remains, Terms, token_hash
 from orchestrator.store import gpus, grants, lease_purge, leases, nodes, schema
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.settle import Left, Outcome, end_leases
@@ -109,7 +109,7 @@ def test_an_ending_lease_covers_the_memory_that_its_process_holds_still(db):
 def test_an_ending_lease_is_extended_by_nobody(db):
     hand = hire(db, gpu())
     (claim,) = hand.claim(*submit(db, min_memory_mb=1000))
-    db.write(lambda conn: leases.let_go(conn, [claim.lease.key], "spent"))
+    db.write(lambda conn: leases.let_go(conn, [claim.lease.key], LeaseState.SPENT))
     change_leases(db, expires_at=utc_shift(-5.0))
     before = only_lease(db).expires_at
     hand.sees(shows(process(mark=f"{hand.worker_id}#1")), busy=1)
@@ -171,7 +171,7 @@ def test_letting_go_of_what_is_over_or_unknown_changes_nothing(db):
 def test_letting_go_of_what_ended_at_once_changes_nothing(db):
     hire(db, gpu())
     key = token_hash(client_lease(db, pid=50))
-    db.write(lambda conn: leases.free(conn, [key], "expired"))
+    db.write(lambda conn: leases.free(conn, [key], LeaseState.EXPIRED))
     before = only_lease(db)
     let_go(db, key)
     assert only_lease(db) == before
@@ -454,7 +454,7 @@ def test_silent_nodes_are_purged_in_bounded_steps_and_as_each_would_have_ended(d
     for _ in range(3):
         release(db, client_lease(db, 100, pid=50))
     (claim,) = hand.claim(*submit(db, min_memory_mb=100))
-    db.write(lambda conn: leases.let_go(conn, [claim.lease.key], "spent"))
+    db.write(lambda conn: leases.let_go(conn, [claim.lease.key], LeaseState.SPENT))
     change_leases(db, expires_at=utc_shift(-1.0))
     fall_silent(db)
     assert [purge(db, limit=limit) for _ in range(3)] == steps

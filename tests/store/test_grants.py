@@ -8,7 +8,7 @@ from sqlalchemy import select, update
 
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.gpu import Health
-from orchestrator.leases import RETRY_AFTER_S, Denied, Granted, LeaseRequest, Terms, model_lease_key
+from orchestrator.leases import RETRY_AFTER_S, Denied, Granted, LeaseRequest, LeaseState, Terms, model_lease_key
 from orchestrator.placement import Policy, Reason, look
 from orchestrator.store import gpus, grants, leases, schema
 from orchestrator.store.dialect import utc_now, utc_shift
@@ -255,7 +255,7 @@ def test_a_lease_that_is_ending_is_not_ended_by_who_asks_for_its_slot(db):
     hand = hire(db, gpu(total_mb=20_000))
     first = grants.grant_model(db, for_model(hand, "w#1"), terms())
     assert isinstance(first, Granted)
-    db.write(lambda conn: leases.let_go(conn, [first.key], "spent"))
+    db.write(lambda conn: leases.let_go(conn, [first.key], LeaseState.SPENT))
     grants.grant_model(db, for_model(hand, "w#1"), terms())
     assert first.key in {lease.token for lease in active_leases(db)}
     assert leased(db) == {"GPU-0": 12_000}

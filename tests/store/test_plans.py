@@ -413,8 +413,8 @@ def test_dead_letters_lead_to_their_jobs_and_never_the_reverse(crowded, name):
 _KEYS = [f"{i:064}" for i in range(8)]
 #: name → (call, index of the leases, most leases read); their shares are read by the key of each
 LEASES_READ = {
-    "holders": (lambda c, h: gpus.holders(c, "node-1"), "ix_leases_node", 20),
-    "shares": (lambda c, h: endings._shares(c, "node-1"), "ix_leases_node", 20),
+    "shares": (lambda c, h: gpus.shares(c, "node-1"), "ix_leases_node", 20),
+    "endings": (lambda c, h: endings._shares(c, "node-1"), "ix_leases_node", 20),
     "evicted": (lambda c, h: residency.evicted(c, "node-1", [h.worker_id], ()), "ix_leases_node", 20),
     "idle models of a node": (lambda c, h: residency._idle(c, "node-1"), "ix_leases_node", 20),
     "idle models": (lambda c, h: residency._idle(c, None), "ix_leases_expiry", 400),

@@ -9,7 +9,7 @@ from sqlalchemy import text, update
 
 from orchestrator.gpu import GpuProcess
 from orchestrator.jobs import ErrorKind
-from orchestrator.leases import Denied, Granted, LeaseRequest, Remains, ResidentSlot, Terms, job_lease_key
+from orchestrator.leases import Denied, Granted, LeaseRequest, LeaseState, Remains, ResidentSlot, Terms, job_lease_key
 from orchestrator.placement import Policy
 from orchestrator.store import dead_letters, grants, leases, residency, schema
 from orchestrator.store.claim import Claim, NotClaimed
@@ -103,7 +103,7 @@ def test_a_lease_that_is_over_keeps_no_model(db, how):
     hand = hire(db, gpu())
     (claim,) = hand.claim(*submit(db, min_memory_mb=1000))
     end = leases.free if how == "ended" else leases.let_go
-    db.write(lambda conn: end(conn, [claim.lease.key], "spent"))
+    db.write(lambda conn: end(conn, [claim.lease.key], LeaseState.SPENT))
     assert db.write(lambda conn: residency.keep(conn, claim.lease.key, Model("model:x", "w#1", "echo"))) is False
     (lease,) = rows(db, schema.leases)
     assert (lease.token, lease.resident) == (claim.lease.key, False)
@@ -335,7 +335,7 @@ def test_those_stay_that_may(db, why):
     if why == "busy":
         assert isinstance(offer(hand, job(db, 15_000), warm=[slot]), Claim)
     if why == "ending":
-        db.write(lambda conn: leases.let_go(conn, [slot.key], "spent"))
+        db.write(lambda conn: leases.let_go(conn, [slot.key], LeaseState.SPENT))
     answer = ask(db, 10_000, node_id="elsewhere" if why == "elsewhere" else None, cpu_fallback=why == "cpu")
     assert answer.mode == "cpu" if why == "cpu" else not answer.evicting
     assert evicted(db) == []
@@ -405,7 +405,7 @@ def test_a_worker_hears_of_its_own_models_only_and_not_of_those_that_leave(db):
     for slot in slots:
         change(db, slot.key, evicted_at=utc_shift(0.0))
     assert sorted(one.beat(resident=tuple(slot.key for slot in slots[:2])).evicted) == [slots[0].key, slots[1].key]
-    db.write(lambda conn: leases.let_go(conn, [slots[0].key], "spent"))
+    db.write(lambda conn: leases.let_go(conn, [slots[0].key], LeaseState.SPENT))
     leaving = (GpuProcess(7, 5000, mark=f"{one.worker_id}#1"),)
     kept = tuple(slot.key for slot in slots[:2])
     assert one.sees(gpu(used_mb=5000, processes=leaving), resident=kept).evicted == (slots[1].key,)
