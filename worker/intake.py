@@ -217,7 +217,7 @@ class Intake:
         self._dispatch_all(claims)
         self._on_claimed(claims, since, until)
         self._on_denied([answer for answer in answers.values() if isinstance(answer, NotClaimed)])
-        self._hub.bury(letters)
+        self._hub.dead_letters.tell(letters)
         self._lane.ack(done_with)
 
     def _dispatch_all(self, claims: Sequence[Claim]) -> None:

@@ -14,8 +14,9 @@ bell that nobody heard costs a moment.
 | `dlq` | stream | dead letters: `job_id`, `origin_id`, `attempts`, `last_error`, `reason` | leader, workers, ingest |
 | `control` | stream | a bell: whoever hears it looks into the database now; field `what` | API |
 
-Workers tell `dlq` only of entries that name no job, ingest of events of which no job can be made; the API takes back
-what was redriven or purged. `writable` is never created: writing no byte to it shows whether the server takes writes.
+Workers tell `dlq` (`stream.dead_letters`) only of entries that name no job, ingest of events of which no job can be
+made; the API takes back what was redriven or purged. `writable` is never created: writing no byte to it shows whether
+the server takes writes.
 
 Groups: `cg:inference` on the default lane, `cg:inference:POOL` on a pool's, `cg:ingest:orchestrator` on the events. A
 consumer is the id of a worker or an orchestrator, which is new at every start, so that nobody inherits entries by
