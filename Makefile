@@ -75,7 +75,7 @@ servers:
 # The stamps below make a second call start at once; a changed lock file or pyproject.toml installs again.
 define install
 @echo "Installing $< into $(VENV); the first time takes about half a minute."
-@$(PIP) install --quiet --no-deps "$$(grep '^pip==' $< || echo pip)"
+@$(PIP) install --quiet --no-deps "$$(grep '^pip==' $<)"
 @$(PIP) install --no-deps --no-compile --requirement $<
 @$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 @touch $@

@@ -204,7 +204,7 @@ class Ingest:
                 held.refused = isinstance(why_not, ITS_OWN)
             if isinstance(why_not, PERMANENT):
                 letters.append(_letter(held, why_not))
-        self._hub.bury(letters)
+        self._hub.dead_letters.tell(letters)
         self._events.acknowledge(done)
         for entry_id in done:
             del self._held[entry_id]

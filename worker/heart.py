@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Heart(Database):
+class Heart:
     """Of one node. However many posts write at once, no sign of life waits for a connection of theirs to be free.
 
     It has a connection for the heartbeats of all workers and one for the word of their supervisor. What takes longer
@@ -24,27 +24,40 @@ class Heart(Database):
     can only be slow. While the server is, nothing is tried twice: all workers of a busy cluster would die of it.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        few = settings.model_copy(update={"db_pool_size": 2})
-        super().__init__(few.model_copy(update={"db_timeout_s": settings.heartbeat_limit_s}))
-        self._patient = Database(few)
+    def __init__(self, quick: Database, patient: Database) -> None:
+        self._quick = quick
+        self._patient = patient
         self._slow = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Heart:
+        patient = settings.model_copy(update={"db_pool_size": 2})
+        quick = patient.model_copy(update={"db_timeout_s": settings.heartbeat_limit_s})
+        return cls(Database(quick, again_when_late=False), Database(patient, again_when_late=False))
 
     def write(
         self, work: Callable[[Connection], T], patience_s: float = math.inf, *, again_when_late: bool = True
     ) -> T:
+        """As that of a database. What may miss a beat is not tried again when it was late (TookTooLong)."""
+        return self._try(lambda db: db.write(work, patience_s), again_when_late=again_when_late)
+
+    def write_at_once(self, work: Callable[[Connection], T]) -> T:
+        """As that of a database."""
+        return self._try(lambda db: db.write_at_once(work))
+
+    def close(self) -> None:
+        self._quick.close()
+        self._patient.close()
+
+    def _try(self, write: Callable[[Database], T], *, again_when_late: bool = True) -> T:
         if not self._slow:
             try:
-                return super().write(work, patience_s, again_when_late=False)
+                return write(self._quick)
             except TookTooLong:
                 if not again_when_late:
                     raise
                 self._patient.drop_connections()
         began = time.monotonic()
-        answer = self._patient.write(work, patience_s, again_when_late=False)
-        self._slow = time.monotonic() - began > self.settings.db_timeout_s
+        answer = write(self._patient)
+        self._slow = time.monotonic() - began > self._quick.settings.db_timeout_s
         return answer
-
-    def close(self) -> None:
-        super().close()
-        self._patient.close()

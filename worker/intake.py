@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from orchestrator.batching import Seats
 from orchestrator.dead_letters import DeadLetter
@@ -41,6 +42,13 @@ MAX_PAUSE_S = 2.0
 TOLD_AFTER_S = 5.0
 #: Seconds between looks whether a heartbeat came through at last.
 UNVOUCHED_PAUSE_S = 0.05
+
+
+class Failing(NamedTuple):
+    """Since when Redis keeps an intake from reading, and what it says now."""
+
+    since: float
+    error: RedisUnavailable
 
 
 class Intake:
@@ -80,8 +88,8 @@ class Intake:
         self.backlogged = False
         #: Entries that were read, and not yet claimed or let go.
         self._unanswered: list[Entry] = []
-        #: Since when Redis keeps it from taking jobs in, and how. Who has no slot free is kept by nothing.
-        self._failing: tuple[float, RedisUnavailable] | None = None
+        #: Who has no slot free is kept from reading by nothing.
+        self._failing: Failing | None = None
         self._claim_s = 0.0  # how long the last claim took
         # A claim waits while ends are written, however long the database is away; then it is asked for again.
         self._patience_s = 10 * settings.db_timeout_s
@@ -106,9 +114,9 @@ class Intake:
     def trouble(self) -> str | None:
         """Why no jobs come, when that lasts: heartbeats go to another server, and would call this worker well."""
         failing = self._failing
-        if failing is None or self._stop.is_set() or time.monotonic() - failing[0] < TOLD_AFTER_S:
+        if failing is None or self._stop.is_set() or time.monotonic() - failing.since < TOLD_AFTER_S:
             return None
-        return f"cannot read jobs from Redis: run `gpuorch doctor` on this node (runbook redis-lost): {failing[1]}"
+        return f"cannot read jobs from Redis: run `gpuorch doctor` on this node (runbook redis-lost): {failing.error}"
 
     @property
     def is_alive(self) -> bool:
@@ -125,8 +133,7 @@ class Intake:
                 failures, self._failing = 0, None
             except Unavailable as away:
                 failures += 1
-                since = self._failing[0] if self._failing else time.monotonic()
-                self._failing = (since, away) if isinstance(away, RedisUnavailable) else None
+                self._note(away)
                 pause = random.uniform(0.5, 1.0) * doubled(0.1, failures, MAX_PAUSE_S)
                 log.warning("intake pauses", extra={"pause_s": round(pause, 2), "error": str(away)})
                 self._stop.wait(pause)
@@ -136,6 +143,11 @@ class Intake:
                 self._reader.look_back()
                 self._stop.wait(1.0)
         self._leave()
+
+    def _note(self, away: Unavailable) -> None:
+        """A database that is away ends what was Redis's fault: Redis had answered before it was asked."""
+        since = self._failing.since if self._failing else time.monotonic()
+        self._failing = Failing(since, away) if isinstance(away, RedisUnavailable) else None
 
     def _step(self) -> None:
         if not self._vouched():  # its slots would give back whatever it claimed
@@ -217,7 +229,7 @@ class Intake:
         self._dispatch_all(claims)
         self._on_claimed(claims, since, until)
         self._on_denied([answer for answer in answers.values() if isinstance(answer, NotClaimed)])
-        self._hub.bury(letters)
+        self._hub.dead_letters.tell(letters)
         self._lane.ack(done_with)
 
     def _dispatch_all(self, claims: Sequence[Claim]) -> None:

@@ -47,7 +47,7 @@ class Node:
         self._stop_tracing: Callable[[], None] = lambda: None
         backend = backends.choose(settings.gpu_backend, self.node_id, settings.data_dir)
         self.gpus = Watch(backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
-        self.heart = Heart(settings)
+        self.heart = Heart.of(settings)
         self.keepalive = Keepalive(self.heart, self.node_id, self.gpus, settings, self._found)
         self._rang = rang
         self._bell = Listener(self.hub.doorbell(), settings, self._hear)

@@ -319,4 +319,6 @@ class Parts:
 
     def _beat(self) -> Beat:
         held = self._held.job_ids()
-        return self._standing.beat(self.slots, self.preloader, self.intake, held, draining=self.draining)
+        return self._standing.beat(
+            self.slots, self.preloader, held, intake_trouble=self.intake.trouble, draining=self.draining
+        )

@@ -11,7 +11,6 @@ from orchestrator.jobs import BURY, FAIL, FINISH, RETRY, SKIP
 from orchestrator.store.claim import Claim
 from orchestrator.store.nodes import Beat
 from orchestrator.store.settle import Settled
-from worker.intake import Intake
 from worker.preload import Preloader
 from worker.run import Batch
 from worker.slots import SlotPool
@@ -52,9 +51,9 @@ class Standing:
         self,
         slots: SlotPool,
         preloader: Preloader | None,
-        intake: Intake,
         held: Collection[str],
         *,
+        intake_trouble: str | None,
         draining: bool,
     ) -> Beat:
         return Beat(
@@ -67,7 +66,7 @@ class Standing:
             resident=slots.resident(),
             slots=slots.count,
             ready=slots.usable(),
-            trouble=slots.late or (preloader and preloader.trouble) or slots.trouble or intake.trouble,
+            trouble=slots.late or (preloader and preloader.trouble) or slots.trouble or intake_trouble,
             blocked=preloader is not None and preloader.blocked,
             load_seconds=self._load_s,
             batch_sizes=batch_sizes.to_text(self._batch_sizes),

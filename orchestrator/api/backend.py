@@ -127,7 +127,7 @@ class Backend:
         """Jobs were started over or forgotten: their lanes have work perhaps, the dead-letter stream less to tell."""
         for lane in removed.lanes:
             self.orchestrator.publisher.nudge(lane)
-        self.teller.unbury(removed.entry_ids)
+        self.teller.take_back_letters(removed.entry_ids)
 
     def pools_changed(self, which: str, *, ring: bool = False) -> None:
         """The leader looks at the pools now, be it here or elsewhere; with `ring`, so do all supervisors."""

@@ -41,10 +41,10 @@ class Teller:
         """The leader looks at the pools at once."""
         self._post(lambda: self._hub.ask_for_pools(pool_id))
 
-    def unbury(self, entry_ids: Sequence[str]) -> None:
+    def take_back_letters(self, entry_ids: Sequence[str]) -> None:
         """The dead-letter stream forgets these entries."""
         if entry_ids:
-            self._post(lambda: self._hub.unbury(entry_ids))
+            self._post(lambda: self._hub.dead_letters.take_back(entry_ids))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -162,7 +162,7 @@ def _tell(api: Backend, walk: Walk) -> None:
     """What was begun in the transaction goes on by the leader; workers and streams hear of it."""
     for lane in walk.lanes:
         api.orchestrator.publisher.nudge(lane)
-    api.teller.unbury(walk.entry_ids)
+    api.teller.take_back_letters(walk.entry_ids)
     if walk.asked:
         api.teller.ring()
     api.orchestrator.leader.hurry("workflows")

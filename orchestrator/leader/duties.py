@@ -337,10 +337,10 @@ def tell_dead_letters(context: DutyContext) -> int:
         return 0
     # Read under the term: a leader that was replaced must not tell what its successor tells.
     untold = context.term.write(lambda conn: dead_letters.untold(conn, BATCH))
-    entries = context.hub.bury_as_leader(context.term.epoch, [item.letter for item in untold])
+    entries = context.hub.dead_letters.tell_as_leader(context.term.epoch, [item.letter for item in untold])
     told = dict(zip(untold, entries, strict=True))
     gone = context.term.write(lambda conn: dead_letters.told(conn, told)) if told else []
-    context.hub.unbury(gone)
+    context.hub.dead_letters.take_back(gone)
     return len(told)
 
 

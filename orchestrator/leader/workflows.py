@@ -48,7 +48,7 @@ def tend(
     walks += apart.each(swept, lambda one, write: _sweep(write, one, unfinished))
     if any(walk.asked for walk in walks):
         hub.ring("look")  # workers hear which of their jobs must stop
-    hub.unbury([entry for walk in walks for entry in walk.entry_ids])
+    hub.dead_letters.take_back([entry for walk in walks for entry in walk.entry_ids])
     lanes = {lane for walk in walks for lane in walk.lanes}
     rules = spawning.Rules(policy, Limits.of(settings), policies.book)
     marked = term.db.read(lambda conn: spawning.marked(conn, MOST))

@@ -47,7 +47,7 @@ class RowsHeld(DatabaseUnavailable):
 
 
 class TookTooLong(DatabaseUnavailable):
-    """The server was there and did not answer within `db_timeout_s`; nor would it the next time."""
+    """The server did not answer within `db_timeout_s`: it is slow, or this connection died in silence."""
 
 
 class Waiting(Enum):
@@ -63,27 +63,28 @@ class Waiting(Enum):
 
 
 class Database:
-    """One process's access to the database. Thread-safe; open it after fork, once."""
+    """One process's access to the database. Thread-safe; open it after fork, once.
 
-    def __init__(self, settings: Settings) -> None:
+    Unless `again_when_late`, nothing is run again after it got no answer within `db_timeout_s` (TookTooLong).
+    """
+
+    def __init__(self, settings: Settings, *, again_when_late: bool = True) -> None:
         self.settings = settings
+        self._again_when_late = again_when_late
         self._dialect = dialect_of(settings.database_url)
         self.engine: Engine = self._dialect.engine(settings)
         self._reader: Engine = self._dialect.engine(settings, autocommit=True)
 
-    def write(
-        self, work: Callable[[Connection], T], patience_s: float = math.inf, *, again_when_late: bool = True
-    ) -> T:
+    def write(self, work: Callable[[Connection], T], patience_s: float = math.inf) -> T:
         """Run `work` in one transaction, again from its start when rows were contended or the connection broke.
 
-        After `patience_s` seconds it is not run again for contended rows (RowsHeld); nor, unless `again_when_late`,
-        when an answer took longer than `db_timeout_s` (TookTooLong).
+        After `patience_s` seconds it is not run again for contended rows (RowsHeld).
 
         A connection that breaks during COMMIT leaves it unknown whether the work was done; `work` is written to
         find its own traces then. Raises DatabaseUnavailable when the server cannot serve now; any other error is about
         the statement or one of its rows, and is passed on as it is.
         """
-        return self._run(self.engine, work, transaction=True, patience_s=patience_s, again_when_late=again_when_late)
+        return self._run(self.engine, work, transaction=True, patience_s=patience_s)
 
     def write_waiting_once(self, work: Callable[[Connection], T]) -> T:
         """Like `write`, but a row that somebody does not let go is waited for once (RowsHeld); deadlocks run again."""
@@ -178,7 +179,7 @@ class Database:
                     return work(connection)
             except DBAPIError as error:
                 late = self._dialect.is_late(error)
-                broken = (error.connection_invalidated or late) and (again_when_late or not late)
+                broken = (again_when_late and self._again_when_late) if late else error.connection_invalidated
                 patient_s = min(patience_s, wait_s) if self._dialect.is_held(error) else patience_s
                 if run < MAX_RUNS and broken and reconnects < MAX_RECONNECTS:
                     reconnects += 1

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from weakref import WeakSet
 
 import redis
 
-from orchestrator.dead_letters import DeadLetter
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
+from orchestrator.stream.dead_letters import DeadLetterStream
 from orchestrator.stream.doorbell import Doorbell, ring
 from orchestrator.stream.ear import Ear
-from orchestrator.stream.fence import Fenced
 from orchestrator.stream.ingest import EventStream
 from orchestrator.stream.lane import Lane, LaneReader
 from orchestrator.stream.preloads import Preloads, ask
-
-#: Dead letters kept in the stream; the rows keep them all.
-DLQ_LENGTH = 100_000
-
-# KEYS: stream. ARGV: epoch, most entries, words of a letter, then of each letter: names and values of its fields.
-_BURY = """
-local ids = {}
-local words = tonumber(ARGV[3])
-for i = 4, #ARGV, words do
-  ids[#ids + 1] = redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', unpack(ARGV, i, i + words - 1))
-end
-return ids
-"""
 
 
 class Hub:
@@ -40,8 +24,7 @@ class Hub:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._client = connect(settings)
-        self._dlq = f"{settings.stream_prefix}dlq"
-        self._bury = Fenced(self._client, self._dlq, _BURY)
+        self.dead_letters = DeadLetterStream(self._client, settings)
         self._lanes: dict[str, Lane] = {}
         self._ears: WeakSet[Ear] = WeakSet()
         self._lock = threading.Lock()
@@ -74,36 +57,6 @@ class Hub:
     def events(self, consumer: str) -> EventStream:
         """For one who turns events into jobs, on a connection of its own: reading blocks."""
         return EventStream(self._ear(), self._settings, consumer)
-
-    def bury(self, letters: Sequence[DeadLetter]) -> None:
-        """Tell whoever watches the dead-letter stream of what is no job of ours; whoever met it may."""
-        if letters:
-            with named_errors(self._settings, self._client), self._client.pipeline(transaction=False) as pipe:
-                for letter in letters:
-                    pipe.xadd(self._dlq, _fields(letter), maxlen=DLQ_LENGTH, approximate=True)  # type: ignore[arg-type]  # redis wants an invariant dict
-                pipe.execute()
-
-    def bury_as_leader(self, epoch: int, letters: Sequence[DeadLetter]) -> list[str]:
-        """Tell it of jobs that were given up; the id of each letter's entry. Raises StaleEpoch.
-
-        The entries of a leader that was replaced would stay: its successor tells the same, and remembers its own.
-        """
-        if not letters:
-            return []
-        with named_errors(self._settings, self._client):
-            told = [word for letter in letters for field in _fields(letter).items() for word in field]
-            words = len(told) // len(letters)
-            return [entry_id.decode() for entry_id in self._bury(epoch, DLQ_LENGTH, words, *told)]
-
-    def unbury(self, entry_ids: Sequence[str]) -> None:
-        """Take letters back whose jobs live again or are forgotten.
-
-        The API does that too, so no epoch is asked for: the row said which entry was its own, and no other will ever
-        have that id. Late or twice, it is as right as at once.
-        """
-        if entry_ids:
-            with named_errors(self._settings, self._client):
-                self._client.xdel(self._dlq, *entry_ids)
 
     def ping(self) -> None:
         """Raises RedisUnavailable when the server does not answer, or would refuse what we write."""
@@ -138,7 +91,3 @@ class Hub:
         with self._lock:
             self._ears.add(ear)
         return ear
-
-
-def _fields(letter: DeadLetter) -> dict[str, str | int]:
-    return asdict(letter) | {"last_error": letter.last_error[:1000]}

@@ -206,7 +206,8 @@ def test_values_are_those_of_the_database(api: Running, monkeypatch: pytest.Monk
     assert api.post("/leases", {"agent": "a", "min_memory_mb": 1000}).json()["granted"]
     (buried,) = first.claim(api.submit(max_attempts=1))
     first.fail(buried)
-    api.orchestrator.hub.bury([DeadLetter("", "0-1", 0, "e", "malformed")] * 5)  # entries without a job: no letters
+    jobless = DeadLetter("", "0-1", 0, "e", "malformed")
+    api.orchestrator.hub.dead_letters.tell([jobless] * 5)  # entries without a job: no letters
     seen = fresh(api, monkeypatch)
     stream = "stream:orchestrator:inference_jobs"
     assert seen["job_queue_depth"] == {(stream,): 3, (f"{stream}:gold",): 1}

@@ -223,6 +223,19 @@ def test_the_index_lists_every_design_page():
     assert {f"docs/design/{name}" for name in listed} == pages
 
 
+def test_every_module_of_the_folders_that_it_names_is_on_the_page_of_modules():
+    parts = r"^Modules of `([a-z.]+)`(.*?)(?=^Modules of|\Z)"
+    folders = dict(re.findall(parts, TEXTS["docs/design/modules.md"], re.MULTILINE | re.DOTALL))
+    assert {"store", "worker", "placement", "warmth"} <= folders.keys()
+    missing = [
+        path.relative_to(ROOT).as_posix()
+        for name, text in folders.items()
+        for path in (ROOT / ("" if name == "worker" else "orchestrator") / name.replace(".", "/")).glob("[!_]*.py")
+        if f"`{path.stem}`" not in text
+    ]
+    assert missing == []
+
+
 # Each check is able to fail.
 
 

@@ -448,7 +448,7 @@ def test_without_redis_the_letter_waits(db, hub, raw, context, monkeypatch):
         raise RedisUnavailable("away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(hub, "bury_as_leader", away)
+        patched.setattr(hub.dead_letters, "tell_as_leader", away)
         with pytest.raises(RedisUnavailable):
             duties.tell_dead_letters(context)
     assert duties.tell_dead_letters(context) == 1
@@ -459,8 +459,8 @@ def test_a_letter_that_left_is_taken_out_of_the_stream(db, hub, raw, context):
     ids = buried(db, 2)
     duties.tell_dead_letters(context)
     removed = db.write(lambda conn: dead_letters.redrive(conn, ids[:1], 3, lambda _n: 0.0))
-    hub.unbury(removed.entry_ids)
-    hub.unbury([])
+    hub.dead_letters.take_back(removed.entry_ids)
+    hub.dead_letters.take_back([])
     assert told(raw) == ids[1:]
 
 

@@ -278,24 +278,24 @@ def test_workflows_are_seen_to_but_for_the_one_whose_row_is_held(db, wary, late)
 
 def test_a_sweep_that_meets_a_held_row_tells_of_what_it_did_and_goes_on_from_there(db, wary, monkeypatch):
     create(db, *[task(name, max_attempts=1, critical=False) for name in "abc"])
-    hand, unburied = hire(db), list[str]()
+    hand, taken_back = hire(db), list[str]()
     for job_id in ("w.a", "w.b", "w.c"):
         hand.fail(hand.claim(job_id)[0])
     letters = schema.dead_letters
     db.write(lambda conn: conn.execute(update(letters).values(entry_id=letters.c.job_id)))
     monkeypatch.setattr(flows, "BATCH", 1)
-    monkeypatch.setattr(wary.hub, "unbury", unburied.extend)
+    monkeypatch.setattr(wary.hub.dead_letters, "take_back", taken_back.extend)
     db.write(lambda conn: workflows.retry_failed(conn, "w"))
     with holding_job(db, "w.c"):
         duties.tend_workflows(wary)
         assert (status(db, "w.b"), status(db, "w.c")) == ("pending", "dead_letter")
-        assert unburied == ["w.b"]
+        assert taken_back == ["w.b"]
         hand.fail(hand.claim("w.b")[0])
         duties.tend_workflows(wary)
         assert status(db, "w.b") == "dead_letter", "it was started over once, as it was asked for"
     duties.tend_workflows(wary)
     assert (status(db, "w.b"), status(db, "w.c")) == ("dead_letter", "pending")
-    assert unburied == ["w.b", "w.c"] and not wary.unfinished
+    assert taken_back == ["w.b", "w.c"] and not wary.unfinished
 
 
 def test_what_lost_attempts_staged_is_deleted_but_for_what_is_held(db, wary):

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, Unavailable
-from worker.intake import TOLD_AFTER_S, Intake
+from worker.intake import TOLD_AFTER_S, Failing, Intake
 from worker.roster import Roster
 
 
@@ -160,6 +160,6 @@ def test_who_has_no_slot_free_is_not_in_trouble():
         return 0
 
     intake = intake_of(Mock(wait_room=wait_room))
-    intake._failing = (-TOLD_AFTER_S, RedisUnavailable("refused"))
+    intake._failing = Failing(-TOLD_AFTER_S, RedisUnavailable("refused"))
     intake._loop()
     assert said[0] and said[1] is None

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import text
@@ -13,6 +14,7 @@ from tests.proxy import Proxy
 from tests.waiting import wait_until
 from tests.worker.test_keepalive import Member, make_old
 from worker.heart import Heart
+from worker.keepalive import Keepalive
 from worker.node import Node
 from worker.supervisor import Supervisor
 
@@ -97,10 +99,15 @@ def test_a_node_whose_connection_died_in_silence_runs_its_pools_on(far, caplog):
 
 
 @pytest.fixture
-def heart(far, monkeypatch):
-    """For which half a second is long, and ten seconds too long."""
+def too_long_s():
+    return 10.0
+
+
+@pytest.fixture
+def heart(far, monkeypatch, too_long_s):
+    """For which half a second is long, and `too_long_s` too long."""
     monkeypatch.setattr(setting_rules, "SHORTEST_HEARTBEAT_LIMIT_S", 0.1)
-    opened = Heart(far[0].model_copy(update={"worker_timeout_s": 1.5, "db_timeout_s": 10.0}))
+    opened = Heart.of(far[0].model_copy(update={"worker_timeout_s": 1.5, "db_timeout_s": too_long_s}))
     yield opened
     opened.close()
 
@@ -135,6 +142,22 @@ def test_what_may_miss_a_beat_is_not_asked_twice(heart):
     with pytest.raises(TookTooLong):
         heart.write(asked, again_when_late=False)
     assert asked.times == 1
+
+
+def test_progress_and_samples_may_miss_a_beat(heart, given, caplog):
+    asked = Asked()
+    assert Keepalive(heart, "node-1", Mock(), given)._try("progress", asked) is None
+    assert asked.times == 1
+    assert "not written" in caplog.text
+
+
+@pytest.mark.parametrize("too_long_s", [0.8])
+def test_what_took_too_long_twice_is_not_asked_again(heart):
+    """The next beat is due: it says the same."""
+    asked = Asked()
+    with pytest.raises(TookTooLong):
+        heart.write(asked)
+    assert asked.times == 2
 
 
 def test_a_second_try_has_a_connection_that_cannot_have_died(heart, far):

@@ -40,7 +40,7 @@ class Dialect(Protocol):
         """Whether the server cannot serve now, whatever is asked of it."""
 
     def is_late(self, error: DBAPIError) -> bool:
-        """Whether the server was there and did not answer in time: it would not the next time either."""
+        """Whether the server did not answer in time: it is slow, or this connection died in silence."""
 
     def is_content(self, error: DBAPIError) -> bool:
         """Whether it is about what was to be written, although the driver calls it trouble of the server."""
