@@ -178,7 +178,7 @@ class Settings(BaseModel):
 
     @property
     def heartbeat_limit_s(self) -> float:
-        """How long a sign of life waits for the database's answer; then it is given again, once, on another connection.
+        """How long a sign of life waits for the database's answer, unless the server is at work for it.
 
         A connection that died in silence is noticed by nothing else, and its worker must not die of it: a beat, which
         is a third of the time that it may be silent, and this one, at most as long, leave a third to be heard in.

@@ -16,7 +16,6 @@
     ├─ publisher   keep the lanes' windows filled
     ├─ acknowledger  XACK + XDEL of what is settled
     ├─ doorbell    hear that something changed, and make the next heartbeat come now
-    ├─ heart       the database for signs of life: a connection that died in silence is no worker's death
     └─ keepalive   heartbeats, leases, GPU sample; depends on nothing that a handler can block
 
 A served model is one more process below its slot: a command of the operator's that answers HTTP (`serving`).

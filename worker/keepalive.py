@@ -20,11 +20,10 @@ from orchestrator.gpu import Gpu
 from orchestrator.gpu.watch import Watch
 from orchestrator.settings import Settings
 from orchestrator.store import inventory, nodes, withdraw
-from orchestrator.store.database import RowsHeld
+from orchestrator.store.database import Database, RowsHeld
 from orchestrator.store.gpus import Gate
 from orchestrator.store.inventory import Findings
 from orchestrator.store.nodes import Beat, Heard
-from worker.heart import Heart
 from worker.lifeline import Lifeline
 
 if TYPE_CHECKING:
@@ -79,13 +78,13 @@ class Keepalive:
 
     def __init__(
         self,
-        heart: Heart,
+        db: Database,
         node_id: str,
         gpus: Watch,
         settings: Settings,
         on_found: Callable[[Findings], None] = lambda _findings: None,
     ) -> None:
-        self._heart = heart
+        self._db = db
         self._node_id = node_id
         self._gpus = gpus
         self._settings = settings
@@ -186,7 +185,7 @@ class Keepalive:
         return {pulse: beat for pulse, beat in beats.items() if self._was_heard(pulse, beat, started, outcome)}
 
     def _write(self, work: Callable[[Connection], T], *, whole: bool) -> T:
-        return self._heart.write(work, self._patience_s) if whole else self._heart.write_at_once(work)
+        return self._db.write(work, self._patience_s) if whole else self._db.write_at_once(work)
 
     def _live(self, conn: Connection, beats: dict[Pulse, Beat]) -> _Outcome:
         said = {pulse.worker_id: pulse.said for pulse in beats if pulse.said is not None}
@@ -252,7 +251,7 @@ class Keepalive:
     def _try(self, what: str, work: Callable[[Connection], T]) -> T | None:
         """Write what may miss a beat: nobody is given up for it, and no beat waits for a second try."""
         try:
-            return self._heart.write(work, self._patience_s, again_when_late=False)
+            return self._db.write(work, self._patience_s)
         except OrchestratorError as error:
             log.warning("not written", extra={"item": what, "error": str(error)})
         except Exception:

@@ -18,7 +18,6 @@ from orchestrator.telemetry import tracing
 from worker.acknowledger import Acknowledger
 from worker.custody import end_processes
 from worker.doorbell import Listener
-from worker.heart import Heart
 from worker.keepalive import Keepalive
 from worker.nursery import Nursery
 from worker.starts import Starts
@@ -47,7 +46,13 @@ class Node:
         self._stop_tracing: Callable[[], None] = lambda: None
         backend = backends.choose(settings.gpu_backend, self.node_id, settings.data_dir)
         self.gpus = Watch(backend, min(settings.gpu_sample_s, settings.worker_heartbeat_s))
-        self.heart = Heart.of(settings)
+        #: For signs of life, of all workers and of their supervisor: however many posts write at once, these wait for
+        #: no connection of theirs, and for none that died in silence.
+        self.heart = Database(
+            settings.model_copy(update={"db_pool_size": 2}),
+            again_when_late=False,
+            silence_s=settings.heartbeat_limit_s,
+        )
         self.keepalive = Keepalive(self.heart, self.node_id, self.gpus, settings, self._found)
         self._rang = rang
         self._bell = Listener(self.hub.doorbell(), settings, self._hear)

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum, auto
 from typing import TypeVar
 
@@ -65,15 +65,17 @@ class Waiting(Enum):
 class Database:
     """One process's access to the database. Thread-safe; open it after fork, once.
 
-    Unless `again_when_late`, nothing is run again after it got no answer within `db_timeout_s` (TookTooLong).
+    Unless `again_when_late`, nothing is run again after it got no answer within `db_timeout_s` (TookTooLong). With
+    `silence_s`, a transaction that got none for so long runs again if the server is not at work for it.
     """
 
-    def __init__(self, settings: Settings, *, again_when_late: bool = True) -> None:
+    def __init__(self, settings: Settings, *, again_when_late: bool = True, silence_s: float | None = None) -> None:
         self.settings = settings
         self._again_when_late = again_when_late
         self._dialect = dialect_of(settings.database_url)
         self.engine: Engine = self._dialect.engine(settings)
         self._reader: Engine = self._dialect.engine(settings, autocommit=True)
+        self._vigil = None if silence_s is None else self._dialect.vigil(self.engine, settings, silence_s)
 
     def write(self, work: Callable[[Connection], T], patience_s: float = math.inf) -> T:
         """Run `work` in one transaction, again from its start when rows were contended or the connection broke.
@@ -154,11 +156,9 @@ class Database:
     def leader_lock(self) -> LeaderLock | None:
         return self._guard(lambda: self._dialect.leader_lock(self._reader, self.settings))
 
-    def drop_connections(self) -> None:
-        """Those for transactions: the next has a fresh one."""
-        self.engine.dispose()
-
     def close(self) -> None:
+        if self._vigil is not None:
+            self._vigil.close()
         self.engine.dispose()
         self._reader.dispose()
 
@@ -175,7 +175,7 @@ class Database:
         reconnects, began = 0, time.monotonic()
         for run in range(1, MAX_RUNS + 1):
             try:
-                with engine.begin() if transaction else engine.connect() as connection:
+                with self._watched(), engine.begin() if transaction else engine.connect() as connection:
                     return work(connection)
             except DBAPIError as error:
                 late = self._dialect.is_late(error)
@@ -194,6 +194,9 @@ class Database:
             except PoolTimeout as error:
                 raise self._unavailable(error) from error
         raise AssertionError  # the last run returns or raises
+
+    def _watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._vigil is None else self._vigil.kept()
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:

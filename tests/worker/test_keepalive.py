@@ -19,7 +19,6 @@ from orchestrator.store.database import Database
 from orchestrator.store.dialect import walking
 from orchestrator.store.nodes import Beat
 from tests.factories import Hand, active_leases, gpu, hire, holding, rows, submit, traffic
-from worker.heart import Heart
 from worker.keepalive import Keepalive, Pulse
 from worker.lifeline import _VOUCHED, Lifeline
 
@@ -78,7 +77,7 @@ def backend() -> OneGpu:
 @pytest.fixture
 def keepalive(db, settings, backend) -> Iterator[Keepalive]:
     watch = Watch(backend, 5.0)
-    yield Keepalive(Heart(db, db), "node-1", watch, settings(worker_timeout_s=TIMEOUT_S))
+    yield Keepalive(db, "node-1", watch, settings(worker_timeout_s=TIMEOUT_S))
     watch.close()
 
 
@@ -209,7 +208,7 @@ def busy(maria_db, settings, backend) -> Iterator[tuple[Keepalive, list[Member],
     """Three workers with a leased job each that reports its progress; the job of the second."""
     db = maria_db
     watch = Watch(backend, 5.0)
-    keepalive = Keepalive(Heart(db, db), "node-1", watch, settings(worker_timeout_s=TIMEOUT_S))
+    keepalive = Keepalive(db, "node-1", watch, settings(worker_timeout_s=TIMEOUT_S))
     members = joined(db, keepalive, 3)
     job_ids = []
     for member in members:
@@ -318,7 +317,7 @@ def test_what_belongs_to_the_node_silences_no_worker(maria_db, busy, table):
 def test_where_one_writes_at_a_time_nobody_tries_in_halves(db_url, open_database, keepalive):
     """Each would wait as long as all of them."""
     db = open_database(db_url, db_timeout_s=0.2)
-    keepalive._heart = Heart(db, db)
+    keepalive._db = db
     joined(db, keepalive, 3)
     with traffic(db) as seen, open_database(db_url).engine.begin():
         keepalive.beat()

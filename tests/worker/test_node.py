@@ -2,19 +2,16 @@
 
 import threading
 from contextlib import ExitStack
-from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import text
 
 from orchestrator import settings as setting_rules
-from orchestrator.store.database import TookTooLong
+from orchestrator.store import schema
 from tests.factories import hire
 from tests.proxy import Proxy
 from tests.waiting import wait_until
 from tests.worker.test_keepalive import Member, make_old
-from worker.heart import Heart
-from worker.keepalive import Keepalive
 from worker.node import Node
 from worker.supervisor import Supervisor
 
@@ -99,72 +96,21 @@ def test_a_node_whose_connection_died_in_silence_runs_its_pools_on(far, caplog):
 
 
 @pytest.fixture
-def too_long_s():
-    return 10.0
+def slow_rows(maria_db):
+    """Whoever writes a worker's row takes a second to do so, and holds it meanwhile."""
+    trigger = f"CREATE TRIGGER slow_rows BEFORE UPDATE ON {schema.workers.name} FOR EACH ROW SET @slept = SLEEP(1)"
+    maria_db.write(lambda conn: conn.execute(text(trigger)))
+    yield
+    maria_db.write(lambda conn: conn.execute(text("DROP TRIGGER slow_rows")))
 
 
-@pytest.fixture
-def heart(far, monkeypatch, too_long_s):
-    """For which half a second is long, and `too_long_s` too long."""
+def test_a_worker_is_heard_however_slow_its_row_is_to_write(maria_db, given, monkeypatch, slow_rows):
+    """Its first try is not given up for a second one, which would find the row held by the first."""
     monkeypatch.setattr(setting_rules, "SHORTEST_HEARTBEAT_LIMIT_S", 0.1)
-    opened = Heart.of(far[0].model_copy(update={"worker_timeout_s": 1.5, "db_timeout_s": too_long_s}))
-    yield opened
-    opened.close()
-
-
-class Asked:
-    """Takes the database a second when it is slow; remembers how often it was asked."""
-
-    def __init__(self) -> None:
-        self.slow, self.times = True, 0
-
-    def __call__(self, conn):
-        self.times += 1
-        return conn.execute(text(f"SELECT SLEEP({1.0 * self.slow})")).scalar_one()
-
-
-def test_a_server_that_is_slow_is_waited_for_and_not_asked_twice_again_and_again(heart):
-    """Else all workers of a busy cluster would be declared dead, and their jobs make it busier."""
-    asked = Asked()
-    assert heart.write(asked) == 0
-    assert asked.times == 2, "the first connection might have died in silence"
-    assert heart.write_at_once(asked) == 0
-    assert asked.times == 3, "this one answered, if late"
-    asked.slow = False
-    heart.write(asked)
-    asked.slow, asked.times = True, 0
-    assert heart.write(asked) == 0
-    assert asked.times == 2, "it was quick again meanwhile"
-
-
-def test_what_may_miss_a_beat_is_not_asked_twice(heart):
-    asked = Asked()
-    with pytest.raises(TookTooLong):
-        heart.write(asked, again_when_late=False)
-    assert asked.times == 1
-
-
-def test_progress_and_samples_may_miss_a_beat(heart, given, caplog):
-    asked = Asked()
-    assert Keepalive(heart, "node-1", Mock(), given)._try("progress", asked) is None
-    assert asked.times == 1
-    assert "not written" in caplog.text
-
-
-@pytest.mark.parametrize("too_long_s", [0.8])
-def test_what_took_too_long_twice_is_not_asked_again(heart):
-    """The next beat is due: it says the same."""
-    asked = Asked()
-    with pytest.raises(TookTooLong):
-        heart.write(asked)
-    assert asked.times == 2
-
-
-def test_a_second_try_has_a_connection_that_cannot_have_died(heart, far):
-    asked = Asked()
-    heart.write(asked)
-    asked.slow = False
-    heart.write(asked)
-    heart.write(asked)
-    far[1].strand()  # that of the first try, and that of the last second one
-    heart.write(asked)
+    node = Node(given.model_copy(update={"worker_timeout_s": 1.5}), lambda: None)
+    assert node.settings.heartbeat_limit_s == 0.5
+    node.keepalive.start()
+    member = Member(hire(maria_db))
+    node.keepalive.join(member.pulse)
+    assert member.heard(maria_db)
+    node.close()

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator.settings import Settings
+from orchestrator.store.dialect.vigil import Vigil
 
 
 class LeaderLock(Protocol):
@@ -47,6 +48,9 @@ class Dialect(Protocol):
 
     def waiting(self, conn: Connection, seconds: int) -> AbstractContextManager[object]:
         """Meanwhile what others hold for so long is contention."""
+
+    def vigil(self, engine: Engine, settings: Settings, silence_s: float) -> Vigil | None:
+        """Over connections for transactions, which may die in silence; None where there are none."""
 
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         """The lock, on an autocommit engine; None where it proves nothing and only the row may decide."""

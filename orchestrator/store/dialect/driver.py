@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from types import NoneType
 from typing import Any
@@ -22,6 +24,12 @@ class QuickConnection(Connection):  # type: ignore[misc]  # the driver has no ty
         if write is None or self.server_status & SERVER_STATUS.SERVER_STATUS_NO_BACKSLASH_ESCAPES:
             return str(super().escape(obj, mapping))
         return write(obj)
+
+    def cut(self) -> None:
+        """From another thread: whoever reads from it finds its end."""
+        if self._sock is not None:
+            with suppress(OSError):  # gone already
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of an encrypted one would touch its state
 
     def _create_ssl_ctx(self, sslp: Any) -> ssl.SSLContext:
         """Who names no authority has none checked: reading those of the system would take longer than all the rest."""

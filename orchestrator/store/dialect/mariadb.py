@@ -17,6 +17,7 @@ from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Settings
 from orchestrator.store.dialect.contract import LeaderLock
 from orchestrator.store.dialect.driver import QuickConnection
+from orchestrator.store.dialect.vigil import Vigil
 
 
 class MariaDB:
@@ -120,6 +121,9 @@ class MariaDB:
 
     def _code(self, error: DBAPIError) -> object:
         return error.orig.args[0] if error.orig is not None and error.orig.args else None
+
+    def vigil(self, engine: Engine, settings: Settings, silence_s: float) -> Vigil:
+        return Vigil(engine, self.engine(settings, autocommit=True), silence_s)
 
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         with engine.connect() as connection:

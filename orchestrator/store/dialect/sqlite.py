@@ -60,6 +60,9 @@ class SQLite:
         signs = ("locked", "unable to open", "disk", "readonly")
         return error.connection_invalidated or any(sign in str(error.orig) for sign in signs)
 
+    def vigil(self, _engine: Engine, _settings: Settings, _silence_s: float) -> None:
+        return None  # a file is never silent
+
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         return FileLock(Path(f"{engine.url.database}.{settings.leader_lock}"))
 
