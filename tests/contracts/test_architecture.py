@@ -105,6 +105,7 @@ ABOVE = {
         for pure in (
             "actors",
             "admission",
+            "backoff",
             "batch_sizes",
             "batching",
             "cancellation",
