@@ -32,7 +32,7 @@ from orchestrator.cli.servers import stop_on_sigterm, undisturbed
 from orchestrator.cli.versions import Version
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
-from orchestrator.embedded import DataDir
+from orchestrator.embedded.directory import DataDir
 from orchestrator.errors import ConfigError, OrchestratorError, RedisUnavailable
 from orchestrator.jobs import JobSpec
 from orchestrator.schedules import NOT_RECURRING
@@ -1451,9 +1451,7 @@ def test_dev_and_the_readme_submit_the_same_job():
 def test_a_data_directory_has_one_holder(tmp_path):
     program = """
 import pathlib, sys
-from orchestrator.client.api import Api
-from orchestrator.client.errors import ServerUnreachable
-from orchestrator.embedded import DataDir
+from orchestrator.embedded.directory import DataDir
 held = DataDir(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 input()
