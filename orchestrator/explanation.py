@@ -13,10 +13,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from orchestrator.errors import resume_command
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.placement import Ask, GpuView, Placed, Refused, refusal, too_large_for_all
-from orchestrator.policies import WAITS_FOR_CAP
+from orchestrator.policies import WAITS_FOR_CAP, resume_command
 from orchestrator.wording import telling_line
 
 #: GPUs that are shown as evidence: enough to understand it, whatever the size of the cluster.
