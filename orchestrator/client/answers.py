@@ -161,8 +161,11 @@ class Pool(TypedDict):
 
 
 class PoolState(TypedDict):
+    """Of a pool that should end; `already`: it was stopped or evicted before, and nothing was changed."""
+
     pool_id: str
     status: PoolStatus
+    already: bool
 
 
 class Deleted(TypedDict):

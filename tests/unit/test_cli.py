@@ -1321,18 +1321,20 @@ def test_waiting_for_a_drain_tells_of_each_change_once(server, capsys, quick):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "said", "told"),
     [
-        (["drain", "p"], "draining", "p  draining\n"),
-        (["drain", "p"], "stopped", "p  stopped already\n"),
-        (["drain", "p"], "evicted", "p  evicted already\n"),
-        (["drain", "p", "--wait"], "evicted", "p  evicted already\n"),
-        (["evict", "p"], "evicted", "p  evicted\n"),
-        (["evict", "p"], "stopped", "p  stopped already\n"),
+        (["drain", "p"], "draining", {"already": False}, "p  draining\n"),
+        (["drain", "p"], "stopped", {"already": True}, "p  stopped already\n"),
+        (["drain", "p"], "evicted", {"already": True}, "p  evicted already\n"),
+        (["drain", "p", "--wait"], "evicted", {"already": True}, "p  evicted already\n"),
+        (["evict", "p"], "evicted", {"already": False}, "p  evicted\n"),
+        (["evict", "p"], "evicted", {"already": True}, "p  evicted already\n"),
+        (["evict", "p"], "stopped", {"already": True}, "p  stopped already\n"),
+        (["evict", "p"], "stopped", {}, "p  stopped\n"),  # by a server of an older version
     ],
 )
-def test_what_a_pool_was_already_is_told_as_that(server, capsys, arguments, status, told):
-    server.answers = [(200, {"pool_id": "p", "status": status}), (200, pool(status))]
+def test_what_a_pool_was_already_is_told_as_that(server, capsys, arguments, status, said, told):
+    server.answers = [(200, {"pool_id": "p", "status": status} | said), (200, pool(status))]
     assert run(["pools", *arguments, "--url", server.url]) == 0
     assert capsys.readouterr().out == told
 
