@@ -23,7 +23,7 @@ from orchestrator.gates import (
     Standing,
     waits_at,
 )
-from orchestrator.policies import Book, keys_of
+from orchestrator.policies import Book, keys_of, resume_command
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _paused(asked: Asked, book: Book) -> Paused | None:
     for key in keys_of(asked.lane, asked.agent, asked.type, asked.model_id):
         pause = book.pauses.get(key)
         if pause is not None and pause.action == "reject":
-            return Paused(key, pause.reason)
+            return Paused(key, pause.reason, f"`{resume_command(key)}`")
     return None
 
 

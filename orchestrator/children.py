@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from orchestrator.backoff import doubled
+
 log = logging.getLogger(__name__)
 
 #: Seconds before a child that ended is started again: at first, and at most.
@@ -163,14 +165,15 @@ class Restarter:
         self._thread.join()
 
     def _keep(self) -> None:
-        backoff_s, first = BACKOFF_S, True
+        doublings, first = 0, True
         while not self._stopping.is_set():
             started = time.monotonic()
             ended = self._live()
             if self._stopping.is_set():
                 return
             steady = time.monotonic() - started > STEADY_S
-            backoff_s = BACKOFF_S if steady else backoff_s
+            doublings = 0 if steady or first else doublings + 1
+            backoff_s = doubled(BACKOFF_S, doublings, BACKOFF_MAX_S)
             if first and ended == self._refusal and not steady:
                 self.refused = True
                 self._on_refused()
@@ -179,7 +182,6 @@ class Restarter:
                 log.warning("child process ended, starting it again", extra=told)
             first = False
             self._stopping.wait(backoff_s)
-            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 
     def _live(self) -> int | OSError:
         """One life of it, from start to end; how it ended, or why it did not begin."""

@@ -57,8 +57,6 @@ OrchestratorError
 
 from __future__ import annotations
 
-import shlex
-
 
 class OrchestratorError(Exception):
     """Base of all errors that a caller may see."""
@@ -343,19 +341,13 @@ class AgentLimit(Overloaded):
     code = "agent_limit"
 
 
-def resume_command(key: str) -> str:
-    """What ends this pause, and no other."""
-    scope, named, name = key.partition(":")
-    return f"gpuorch queue resume --{scope} {shlex.quote(name)}" if named else "gpuorch queue resume"
-
-
 class Paused(OrchestratorError):
     code = "paused"
 
-    def __init__(self, key: str, reason: str, retry_after_s: float = 30.0) -> None:
+    def __init__(self, key: str, reason: str, remedy: str, retry_after_s: float = 30.0) -> None:
         what = "all jobs are" if key == "global" else f"{key} is"
-        remedy = f"submit again when it is resumed: `{resume_command(key)}`"
-        super().__init__(f"{what} paused{f': {reason}' if reason else ''}; {remedy}")
+        why = f": {reason}" if reason else ""
+        super().__init__(f"{what} paused{why}; submit again when it is resumed: {remedy}")
         self.retry_after_s = retry_after_s
 
 

@@ -13,10 +13,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from orchestrator.errors import resume_command
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.placement import Ask, GpuView, Placed, Refused, refusal, too_large_for_all
-from orchestrator.policies import WAITS_FOR_CAP
+from orchestrator.policies import WAITS_FOR_CAP, resume_command
 from orchestrator.wording import telling_line
 
 #: GPUs that are shown as evidence: enough to understand it, whatever the size of the cluster.
@@ -118,6 +117,11 @@ class Explanation:
     position: int | None = None
     starts_in_s: float | None = None
 
+    @property
+    def lasts(self) -> bool:
+        """Whether this keeps the job waiting until somebody does something."""
+        return self.reason in _LASTING
+
 
 def explain(facts: Facts) -> Explanation:
     """The dominant reason, the place in line and an estimate, where there is one."""
@@ -133,7 +137,7 @@ def explain(facts: Facts) -> Explanation:
 #: What stops it is not its own: it keeps its place meanwhile.
 _STILL_IN_LINE = frozenset({Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED})
 #: Reasons that last until somebody does something.
-LASTING = frozenset({Why.POOL_CLOSED, Why.PAUSED, Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE})
+_LASTING = frozenset({Why.POOL_CLOSED, Why.PAUSED, Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE})
 #: Reasons that end by themselves, with time or with the jobs before it.
 _PASSING = frozenset({Why.NEXT, Why.IN_LINE, Why.NOT_BEFORE, Why.RETRY_PAUSE, Why.DEFERRED, Why.CAP_FULL})
 
@@ -190,8 +194,8 @@ def _delayed(facts: Facts) -> Found:
     soon = f"in {facts.due_in_s:.1f} s" if facts.due_in_s > 0 else "at any moment"
     if job["wait_reason"]:
         # What was true when it was put off may be so no more; what would not let it run now is told first.
-        lasting = _no_worker(facts) or _no_handler(facts) or _no_gpu(facts)
-        return lasting or (Why.DEFERRED, f"{job['wait_reason']}; it is offered again {soon}")
+        by_now = _no_worker(facts) or _no_handler(facts) or _no_gpu(facts)
+        return by_now or (Why.DEFERRED, f"{job['wait_reason']}; it is offered again {soon}")
     if job["attempts"]:
         failed = f"attempt {job['attempts']} of {job['max_attempts']} failed ({job['error_kind']})"
         return Why.RETRY_PAUSE, f"{failed}; the next begins {soon}"
@@ -273,6 +277,7 @@ def as_document(facts: Facts, answer: Explanation, now: datetime) -> dict[str, A
         "status": job["status"],
         "reason": answer.reason,
         "message": answer.message,
+        "lasts": answer.lasts,
         "position": answer.position,
         "position_is_at_least": facts.ahead_at_least if answer.position else False,
         "estimated_start_in_seconds": answer.starts_in_s,

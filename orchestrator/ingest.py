@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from orchestrator.backoff import doubled, spread
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import (
     AgentLimit,
@@ -29,7 +30,6 @@ from orchestrator.errors import (
 )
 from orchestrator.jobs import NewJob
 from orchestrator.jsontext import ESCAPED
-from orchestrator.pauses import doubled
 from orchestrator.policies import Book
 from orchestrator.settings import Settings
 from orchestrator.store.database import Database
@@ -122,8 +122,7 @@ class Ingest:
         while not self._stop.is_set():
             failures = 0 if self.attempt() else failures + 1
             if failures:
-                pause = doubled(SOONEST_S, failures, LATEST_S)
-                self._stop.wait(pause * random.uniform(0.5, 1.0))
+                self._stop.wait(spread(doubled(SOONEST_S, failures, LATEST_S)))
 
     def attempt(self) -> bool:
         """A step; whether it went well. A server that is away is tried again soon, and told of seldom."""

@@ -23,11 +23,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from orchestrator.backoff import doubled
 from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.identity import fresh_id
 from orchestrator.jsontext import canonical_json
 from orchestrator.names import OWN_KINDS, Key, Name, TypeName
-from orchestrator.pauses import doubled
 from orchestrator.ranking import MAX_PRIORITY, PRIORITY_NAMES
 from orchestrator.setting_values import RetryRule
 from orchestrator.settings import Settings

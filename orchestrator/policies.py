@@ -11,6 +11,7 @@ of a kind that has none of its own. A pause is a cap of nothing.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, time, timedelta
@@ -307,3 +308,9 @@ def keys_of(lane: str, agent: str, type: str, model_id: str | None, own: Iterabl
     # The database takes names that differ in spaces at their end for equal.
     model = [f"model:{model_id}".rstrip()] if model_id else []
     return ["global", f"pool:{lane}", f"agent:{agent}", f"type:{type}", *model, *own]
+
+
+def resume_command(key: str) -> str:
+    """What ends the pause of this key, and no other."""
+    scope, colon, name = key.partition(":")
+    return f"gpuorch queue resume --{scope} {shlex.quote(name)}" if colon else "gpuorch queue resume"

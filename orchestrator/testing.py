@@ -38,7 +38,8 @@ from pydantic import ValidationError
 
 from orchestrator.cli.child import WorkerChild
 from orchestrator.client import Client
-from orchestrator.embedded import DataDir, Valkey
+from orchestrator.embedded.directory import DataDir
+from orchestrator.embedded.valkey import Valkey
 from orchestrator.errors import ConfigError, Unavailable
 from orchestrator.modules import require_modules
 from orchestrator.settings import Settings

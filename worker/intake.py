@@ -8,17 +8,16 @@ slot gets any.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from orchestrator.backoff import doubled, spread
 from orchestrator.batching import Seats
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, Unavailable
-from orchestrator.pauses import doubled
 from orchestrator.settings import Settings
 from orchestrator.store import outbox
 from orchestrator.store.claim import Claim, NotClaimed
@@ -134,7 +133,7 @@ class Intake:
             except Unavailable as away:
                 failures += 1
                 self._note(away)
-                pause = random.uniform(0.5, 1.0) * doubled(0.1, failures, MAX_PAUSE_S)
+                pause = spread(doubled(0.1, failures, MAX_PAUSE_S))
                 log.warning("intake pauses", extra={"pause_s": round(pause, 2), "error": str(away)})
                 self._stop.wait(pause)
             except Exception:

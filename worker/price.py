@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from orchestrator.backoff import doubled
 from orchestrator.errors import KubernetesUnavailable
 from orchestrator.kubernetes import Kubernetes, Pod
-from orchestrator.pauses import doubled
 from orchestrator.settings import Settings
 
 log = logging.getLogger(__name__)

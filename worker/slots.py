@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.backoff import doubled
 from orchestrator.leases import ResidentSlot
-from orchestrator.pauses import doubled
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End
 from orchestrator.telemetry import logs

@@ -14,7 +14,6 @@ from orchestrator.api.replies import Json
 from orchestrator.errors import NodeNotFound, NotLeader, PolicyNotFound
 from orchestrator.names import Name
 from orchestrator.policies import PausePolicy, Scope
-from orchestrator.pools import PoolState
 from orchestrator.store import audit, crews, gates, leadership, policies, pools
 from orchestrator.store.leadership import Leadership
 
@@ -68,21 +67,25 @@ class DrainNodeBody(NodeBody):
     responses={202: {"description": "It takes no more jobs; it is stopped once those that run have ended."}},
 )
 async def drain_pool(request: Request, api: Api) -> Json:
-    """202: no job of it starts any more. 200: it was stopped or evicted already. Again sets the time anew."""
+    """202: no job of it starts any more. 200: it was stopped or evicted `already`. Again sets the time anew."""
     body = await read_model(request, DrainPoolBody, BODY_LIMIT)
     timeout_s = _patience(api, body.timeout_seconds)
-    state = await api.write(lambda conn: pools.drain(conn, body.pool_id, timeout_s))
+    closing = await api.write(lambda conn: pools.drain(conn, body.pool_id, timeout_s))
     api.pools_changed(body.pool_id, ring=True)
-    return Json({"pool_id": body.pool_id, "status": state}, 202 if state is PoolState.DRAINING else 200)
+    return _closing(body.pool_id, closing, 200 if closing.already else 202)
 
 
 @router.post("/evict_pool", openapi_extra=documented(PoolBody.model_json_schema()))
 async def evict_pool(request: Request, api: Api) -> Json:
-    """End it now: its running jobs are handed back, uncharged. A pool that is closed already stays what it is."""
+    """End it now: its running jobs are handed back, uncharged. A pool that is closed `already` stays what it is."""
     body = await read_model(request, PoolBody, BODY_LIMIT)
-    state = await api.write(lambda conn: pools.evict(conn, body.pool_id))
+    closing = await api.write(lambda conn: pools.evict(conn, body.pool_id))
     api.pools_changed(body.pool_id, ring=True)
-    return Json({"pool_id": body.pool_id, "status": state})
+    return _closing(body.pool_id, closing, 200)
+
+
+def _closing(pool_id: str, closing: pools.Closing, code: int) -> Json:
+    return Json({"pool_id": pool_id, "status": closing.state, "already": closing.already}, code)
 
 
 @router.post("/drain_node", openapi_extra=documented(DrainNodeBody.model_json_schema()))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Generic, TypeVar
 
+from orchestrator.backoff import doubled, spread
 from orchestrator.bounded.flow import Call, Flow, Item, Result
 from orchestrator.errors import NoThreads
-from orchestrator.pauses import doubled
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +33,7 @@ class Retrying:
         """Seconds before the next try; None when there is none."""
         if tries > self._retries or (self._worth is not None and not self._worth(error)):
             return None
-        # Never more than asked for, and not all who failed at the same moment.
-        return doubled(self._backoff_s, tries - 1, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
+        return spread(doubled(self._backoff_s, tries - 1, BACKOFF_MAX_S))
 
 
 class Round(Generic[Item, Result]):

@@ -24,7 +24,8 @@ from orchestrator.cli.schema import opened, upgrade
 from orchestrator.cli.servers import run_api, stop_on_sigterm, undisturbed
 from orchestrator.client.paths import DEFAULT_URL, URL_VARIABLE
 from orchestrator.config import Loaded
-from orchestrator.embedded import DataDir, Valkey, database_file
+from orchestrator.embedded.directory import DataDir, database_file
+from orchestrator.embedded.valkey import Valkey
 from orchestrator.errors import ConfigError
 from orchestrator.modules import require_modules
 from orchestrator.settings import Settings

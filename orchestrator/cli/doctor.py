@@ -15,7 +15,7 @@ from orchestrator.cli.output import print_json
 from orchestrator.cli.schema import opened
 from orchestrator.cli.versions import Version
 from orchestrator.config import Loaded
-from orchestrator.embedded import CONFIG, running_redis
+from orchestrator.embedded.directory import CONFIG, running_redis
 from orchestrator.errors import OrchestratorError
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch

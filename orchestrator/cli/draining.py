@@ -15,12 +15,12 @@ from contextlib import ExitStack, closing, contextmanager
 import click
 
 from orchestrator.children import end
-from orchestrator.cli import REFUSED, versions
+from orchestrator.cli import REFUSED
 from orchestrator.cli.child import CLOSING_S, spawn
 from orchestrator.cli.output import print_json
 from orchestrator.cli.progress import Pace, Progress
 from orchestrator.cli.schema import checked, require_schema
-from orchestrator.embedded import require_unheld
+from orchestrator.cli.servers import require_redis
 from orchestrator.identity import instance_id
 from orchestrator.jobs import DEFAULT_LANE
 from orchestrator.leader.loop import LeaderLoop
@@ -40,8 +40,7 @@ def run_here(settings: Settings, *, drain: bool, timeout_s: float | None, as_jso
     """The exit code: 1 when the worker died, or time was over before the lane was empty."""
     lane = settings.worker_pool or DEFAULT_LANE
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    require_unheld(settings)
-    versions.require_redis(settings)
+    require_redis(settings)
     with checked(settings) as db:
         require_schema(db)
         ended = Ended(db, lane)

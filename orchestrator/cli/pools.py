@@ -16,7 +16,7 @@ from orchestrator.cli.output import print_json, print_record, print_table, print
 from orchestrator.cli.progress import Progress
 from orchestrator.client.api import Api
 from orchestrator.client.paths import pool_path
-from orchestrator.pools import CLOSED, MAX_WORKERS, PoolState
+from orchestrator.pools import MAX_WORKERS, PoolState
 
 _LISTED = ("pool_id", "status", "desired_workers", "spawned_workers", "running", "model_id", "type", "status_reason")
 _MEMBERS = ("worker_id", "node_id", "status", "revision", "slots", "ready", "busy", "trouble")
@@ -86,9 +86,9 @@ def create(api: Api, pool_id: str | None, *, waits: bool, timeout_s: float | Non
     pool: Pool = api.post("/workers/pool", _given(pool_id=pool_id, **fields))
     if waits:
         _tell_of_waiting(pool, timeout_s)
-        pool = _wait(api, pool, "starting", _warming, timeout_s)
+        pool = _wait(api, pool, PoolState.STARTING, _warming, timeout_s)
     _show(pool, as_json=as_json)
-    return REFUSED if waits and pool["status"] != "running" else 0
+    return REFUSED if waits and pool["status"] != PoolState.RUNNING else 0
 
 
 @pools.command("list")
@@ -155,11 +155,9 @@ def swap(api: Api, pool_id: str, *, as_json: bool, **fields: Any) -> None:
 @as_json
 def drain(api: Api, pool_id: str, *, timeout: float | None, waits: bool, as_json: bool) -> None:
     """Start no more jobs of it, let those that run end, and stop its workers."""
-    pool: Pool = api.post("/control/drain_pool", _given(pool_id=pool_id, timeout_seconds=timeout))
-    was_closed = pool["status"] in CLOSED
-    if waits:
-        pool = _wait(api, pool, "draining", _Draining())
-    _show(pool, as_json=as_json, already=was_closed)
+    told: Pool = api.post("/control/drain_pool", _given(pool_id=pool_id, timeout_seconds=timeout))
+    pool = _wait(api, told, PoolState.DRAINING, _Draining()) if waits else told
+    _show(pool, as_json=as_json, already=_already(told))
 
 
 @pools.command()
@@ -169,7 +167,7 @@ def drain(api: Api, pool_id: str, *, timeout: float | None, waits: bool, as_json
 def evict(api: Api, pool_id: str, *, as_json: bool) -> None:
     """End it now; jobs that run are handed back, uncharged."""
     pool: Pool = api.post("/control/evict_pool", {"pool_id": pool_id})
-    _show(pool, as_json=as_json, already=pool["status"] == PoolState.STOPPED)
+    _show(pool, as_json=as_json, already=_already(pool))
 
 
 @pools.command()
@@ -202,6 +200,11 @@ def _limits(pool: Pool) -> str:
     return f" ({told})" if told else ""
 
 
+def _already(told: Pool) -> bool:
+    """Whether it had ended before; a server of an older version does not say."""
+    return bool(told.get("already"))
+
+
 def _show(pool: Pool, *, as_json: bool, already: bool = False) -> None:
     if as_json:
         print_json(pool)
@@ -212,7 +215,7 @@ def _show(pool: Pool, *, as_json: bool, already: bool = False) -> None:
 
 def _tell_of_waiting(pool: Pool, timeout_s: float | None) -> None:
     """It may be for ever: a node that has the handler need not come."""
-    if pool["status"] != "starting":
+    if pool["status"] != PoolState.STARTING:
         return
     runs = f"waiting until {pool['pool_id']} is running"
     if timeout_s is None:
@@ -222,7 +225,7 @@ def _tell_of_waiting(pool: Pool, timeout_s: float | None) -> None:
 
 
 def _wait(
-    api: Api, pool: Pool, status: str, how: Callable[[Pool], tuple[float, str]], timeout_s: float | None = None
+    api: Api, pool: Pool, status: PoolState, how: Callable[[Pool], tuple[float, str]], timeout_s: float | None = None
 ) -> Pool:
     """The pool once it has left this status, or as it is when the time is over.
 

@@ -185,7 +185,7 @@ def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: 
     from orchestrator.cli.dev import own_servers
     from orchestrator.cli.draining import run_here
     from orchestrator.cli.servers import stop_on_sigterm
-    from orchestrator.embedded import database_file
+    from orchestrator.embedded.directory import database_file
     from orchestrator.modules import require_modules
     from orchestrator.telemetry import logs
 

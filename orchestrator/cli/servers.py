@@ -15,7 +15,7 @@ from orchestrator.cli import versions
 from orchestrator.cli.options import OF_WORKERS, with_settings
 from orchestrator.cli.schema import checked, require_schema, upgrade
 from orchestrator.config import Loaded
-from orchestrator.embedded import require_unheld
+from orchestrator.embedded.directory import require_redis_of_holder
 from orchestrator.errors import Unavailable
 from orchestrator.identity import node_id
 from orchestrator.modules import require_modules
@@ -30,8 +30,7 @@ def serve(loaded: Loaded, *, migrate_first: bool) -> None:
     """Serve the HTTP API and stand for leader. Needs a migrated database and Redis."""
     settings = loaded.settings
     logs.configure(settings)
-    require_unheld(settings)
-    versions.require_redis(settings)
+    require_redis(settings)
     with checked(settings, create=migrate_first) as db:
         if migrate_first:
             upgrade(db)
@@ -48,12 +47,17 @@ def worker(loaded: Loaded) -> int:
 
     logs.configure(loaded.settings, node_id=node_id(loaded.settings))
     require_modules(loaded.settings.worker_handlers)
-    require_unheld(loaded.settings)
-    versions.require_redis(loaded.settings)
+    require_redis(loaded.settings)
     _require_tables(loaded.settings)
     # Handlers are found beside the person who starts the worker, as with `python -m`.
     sys.path.insert(0, os.getcwd())  # noqa: PTH109 - a text, as sys.path holds
     return run(loaded.settings)
+
+
+def require_redis(settings: Settings) -> None:
+    """Raises ConfigError when it is too old, or another than that of the `gpuorch dev` that holds this database."""
+    require_redis_of_holder(settings)
+    versions.require_redis(settings)
 
 
 def _require_tables(settings: Settings) -> None:

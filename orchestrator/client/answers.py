@@ -106,10 +106,13 @@ class Event(TypedDict):
 
 
 class Explanation(TypedDict):
+    """Why a job does not run. What `lasts` does not pass by itself: somebody has to do something."""
+
     job_id: str
     status: JobStatus
     reason: str
     message: str
+    lasts: bool
     position: int | None
     position_is_at_least: bool
     estimated_start_in_seconds: float | None
@@ -158,8 +161,11 @@ class Pool(TypedDict):
 
 
 class PoolState(TypedDict):
+    """Of a pool that should end; `already`: it was stopped or evicted before, and nothing was changed."""
+
     pool_id: str
     status: PoolStatus
+    already: bool
 
 
 class Deleted(TypedDict):

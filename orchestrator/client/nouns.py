@@ -138,8 +138,8 @@ class JobsOf(Polite[Door]):
         A server that restarts meanwhile is waited for, as long as the client has patience. `on_wait` is told each
         reason for which the job does not run that differs from the last, unless it passes by itself.
         """
-        deadline = _deadline(timeout_s)
-        poll_s, told = (WONDER_S if on_wait else POLL_S), None
+        deadline, told = _deadline(timeout_s), None
+        poll_s = WONDER_S if on_wait else POLL_S
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
             wait_s = min(poll_s, left_s)
@@ -150,14 +150,19 @@ class JobsOf(Polite[Door]):
                 raise NotEnded([job_id], 1, timeout_s or 0.0)
             poll_s = POLL_S
             if on_wait and job["status"] == "pending":
-                left_s = max(deadline - time.monotonic(), 0.0)
-                try:
-                    answer: Explanation = yield from self._read(job_path(job_id, "explain"), left_s=left_s)
-                except OrchestratorError:
-                    continue  # what is wrong, if it lasts, the next look at the job tells
-                if _lasts(answer) and answer["message"] != told:
-                    told = answer["message"]
-                    on_wait(told)
+                why = yield from self._lasting_reason(job_id, deadline)
+                if why and why != told:
+                    told = why
+                    on_wait(why)
+
+    def _lasting_reason(self, job_id: str, deadline: float) -> Operation[str | None]:
+        """Why it waits until somebody does something; None when that passes by itself, or nobody can tell now."""
+        left_s = max(deadline - time.monotonic(), 0.0)
+        try:
+            answer: Explanation = yield from self._read(job_path(job_id, "explain"), left_s=left_s)
+        except OrchestratorError:
+            return None  # what is wrong, if it stays so, the next look at the job tells
+        return answer["message"] if answer.get("lasts") else None  # a server of an older version does not say
 
     @streaming
     def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Emits[Job]:
@@ -379,13 +384,6 @@ class WorkflowsOf(Polite[Door]):
     def rerun(self, workflow_id: str, task: str) -> Operation[Workflow]:
         """Run a task again, with all that follow from it. Not repeated when its answer is lost."""
         return self._post(workflow_path(workflow_id, "rerun"), {"task": task}, repeatable=False)
-
-
-def _lasts(answer: Explanation) -> bool:
-    """Whether this keeps the job waiting until somebody does something."""
-    from orchestrator.explanation import LASTING  # with all that placement is made of: most callers never get here
-
-    return answer["status"] == "pending" and answer["reason"] in LASTING
 
 
 def _deadline(timeout_s: float | None) -> float:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable
 
+from orchestrator.backoff import doubled
 from orchestrator.crews import Plan, PoolView
 from orchestrator.errors import InvalidInput, KubernetesUnavailable
 from orchestrator.kubernetes import Deployment, Kubernetes
@@ -39,7 +40,7 @@ class Replicas:
         #: Why pools could not be scaled: each for itself, and all of them.
         self._refusals: dict[str, str] = {}
         self._trouble: str | None = None
-        self._rest_s, self._rest_until = 0.0, -math.inf
+        self._doublings, self._rest_until = 0, -math.inf
 
     def follow(self, term: Term, planned: Iterable[tuple[PoolView, Plan]]) -> dict[str, str]:
         """Scale the Deployments of these pools; by pool, why that cannot be done."""
@@ -91,5 +92,5 @@ class Replicas:
     def _rest(self) -> None:
         now = time.monotonic()
         was_well = now - self._rest_until > LONGEST_REST_S
-        self._rest_s = FIRST_REST_S if was_well else min(2 * self._rest_s, LONGEST_REST_S)
-        self._rest_until = now + self._rest_s
+        self._doublings = 0 if was_well else self._doublings + 1
+        self._rest_until = now + doubled(FIRST_REST_S, self._doublings, LONGEST_REST_S)

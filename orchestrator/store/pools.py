@@ -5,7 +5,7 @@ Every change is guarded by the status it may leave and writes its audit row in t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row, Select, and_, case, delete, func, insert, select, update
@@ -93,28 +93,35 @@ def change(conn: Connection, pool_id: str, wish: PoolChange) -> None:
     _tell(conn, "pool.swapped" if swapped else "pool.changed", pool_id, details)
 
 
-def drain(conn: Connection, pool_id: str, timeout_s: float) -> PoolState:
+class Closing(NamedTuple):
+    """Where a pool is that should end; `already`: somebody had ended it before, and nothing was changed."""
+
+    state: PoolState
+    already: bool = False
+
+
+def drain(conn: Connection, pool_id: str, timeout_s: float) -> Closing:
     """Take no new jobs; those that run may end within `timeout_s`. Asking again sets that time anew."""
     row = _known(conn, pool_id)
     state = PoolState(row.status)
     if state in CLOSED:
-        return state
+        return Closing(state, already=True)
     if state is PoolState.DRAINING:
         deadline = update(worker_pools).where(worker_pools.c.pool_id == pool_id)
         conn.execute(deadline.values(drain_until=utc_shift(timeout_s)))
         _tell(conn, rules.DRAIN.event, pool_id, {"timeout_seconds": timeout_s})
-        return state
+        return Closing(state)
     move(conn, rules.DRAIN, pool_id, {"timeout_seconds": timeout_s}, drain_until=utc_shift(timeout_s))
-    return PoolState.DRAINING
+    return Closing(PoolState.DRAINING)
 
 
-def evict(conn: Connection, pool_id: str) -> PoolState:
+def evict(conn: Connection, pool_id: str) -> Closing:
     """End it now: what runs is handed back."""
     row = _known(conn, pool_id)
-    if row.status not in CLOSED:
-        move(conn, rules.EVICT, pool_id, drain_until=utc_now())
-        return PoolState.EVICTED
-    return PoolState(row.status)
+    if row.status in CLOSED:
+        return Closing(PoolState(row.status), already=True)
+    move(conn, rules.EVICT, pool_id, drain_until=utc_now())
+    return Closing(PoolState.EVICTED)
 
 
 def forget(conn: Connection, pool_id: str) -> None:

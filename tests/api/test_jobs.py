@@ -293,11 +293,14 @@ def test_why_a_job_waits(api: Running) -> None:
     job_id = api.submit(min_memory_mb=100, priority="LOW")
     answer = api.get(f"/jobs/{job_id}/explain").json()
     assert (answer["status"], answer["reason"], answer["position"]) == ("pending", "no_worker", 1)
+    assert answer["lasts"] is True
     assert answer["evidence"]["needed_mb"] == 100
     hire(api.db, gpu(total_mb=50))
     answer = api.get(f"/jobs/{job_id}/explain").json()
     assert answer["reason"] == "too_large" and "needs 100 MB" in answer["message"]
     assert [card["against"] for card in answer["evidence"]["gpus"]] == ["no_memory"]
+    passing = api.get(f"/jobs/{api.submit()}/explain").json()
+    assert passing["reason"] in {"in_line", "next"} and passing["lasts"] is False
     unknown = api.get("/jobs/nobody/explain")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "job_not_found")
 

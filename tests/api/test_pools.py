@@ -274,13 +274,17 @@ def test_scaling_keeps_the_revision_and_another_model_raises_it(api: Running) ->
 # --- drain and evict ---
 
 
+def ended(status: str, pool_id: str = "gold", *, already: bool) -> dict[str, object]:
+    return {"pool_id": pool_id, "status": status, "already": already}
+
+
 def test_a_drain_waits_for_what_runs_and_then_stops(api: Running) -> None:
     create(api)
     hand = hire(api.db, pool="gold")
     (claim,) = hand.claim(api.submit(pool_id="gold"))
     waiting = api.submit(pool_id="gold")
     answer = api.post("/control/drain_pool", {"pool_id": "gold", "timeout_seconds": 100})
-    assert (answer.status_code, answer.json()) == (202, {"pool_id": "gold", "status": "draining"})
+    assert (answer.status_code, answer.json()) == (202, ended("draining", already=False))
     assert 90 < get(api)["drain_seconds_left"] <= 100
     assert isinstance(hand.offer(waiting)[waiting], NotClaimed)
     hand.beat(busy=1, draining=True)
@@ -290,7 +294,7 @@ def test_a_drain_waits_for_what_runs_and_then_stops(api: Running) -> None:
     wait_until(lambda: state(api) == "stopped")
     assert (status(api.db, claim.job_id), status(api.db, waiting)) == ("done", "pending")
     again = api.post("/control/drain_pool", {"pool_id": "gold"})
-    assert (again.status_code, again.json()["status"]) == (200, "stopped")
+    assert (again.status_code, again.json()) == (200, ended("stopped", already=True))
     assert [e for e in events(api) if "drain" in e or "stop" in e] == ["pool.draining", "pool.stopped"]
 
 
@@ -299,7 +303,7 @@ def test_draining_twice_sets_the_time_anew(api: Running) -> None:
     hire(api.db, pool="gold")
     for seconds in (1000, 10):
         answer = api.post("/control/drain_pool", {"pool_id": "gold", "timeout_seconds": seconds})
-        assert answer.status_code == 202
+        assert (answer.status_code, answer.json()["already"]) == (202, False)
         assert seconds - 10 < get(api)["drain_seconds_left"] <= seconds
     assert events(api).count("pool.draining") == 2
     assert api.post("/control/drain_pool", {"pool_id": "gold"}).status_code == 202
@@ -310,22 +314,22 @@ def test_evicting_what_is_unknown_finished_or_evicted(api: Running) -> None:
     refused(api.post("/control/evict_pool", {"pool_id": "gold"}), 404, "pool_not_found")
     refused(api.post("/control/drain_pool", {"pool_id": "gold"}), 404, "pool_not_found")
     create(api)
-    for _ in range(2):
+    for already in (False, True):
         answer = api.post("/control/evict_pool", {"pool_id": "gold"})
-        assert (answer.status_code, answer.json()["status"]) == (200, "evicted")
-    assert api.post("/control/drain_pool", {"pool_id": "gold"}).json()["status"] == "evicted"
+        assert (answer.status_code, answer.json()) == (200, ended("evicted", already=already))
+    assert api.post("/control/drain_pool", {"pool_id": "gold"}).json() == ended("evicted", already=True)
     assert events(api).count("pool.evicted") == 1
     create(api, "silver")
     api.post("/control/drain_pool", {"pool_id": "silver"})
     wait_until(lambda: state(api, "silver") == "stopped")
-    assert api.post("/control/evict_pool", {"pool_id": "silver"}).json()["status"] == "stopped"
+    assert api.post("/control/evict_pool", {"pool_id": "silver"}).json() == ended("stopped", "silver", already=True)
 
 
 def test_a_pool_that_drains_can_still_be_evicted(api: Running) -> None:
     create(api)
     hire(api.db, pool="gold")
     api.post("/control/drain_pool", {"pool_id": "gold"})
-    assert api.post("/control/evict_pool", {"pool_id": "gold"}).json()["status"] == "evicted"
+    assert api.post("/control/evict_pool", {"pool_id": "gold"}).json() == ended("evicted", already=False)
 
 
 def test_times_that_are_none(maria_api: Running) -> None:

@@ -1,8 +1,17 @@
-"""What the commands of `make chaos` have in common in their options."""
+"""What the commands of `make chaos` have in common: their options, and how a run follows them."""
 
+import argparse
 import secrets
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
+
+from tests.chaos import broken
+from tests.chaos.broken import Plan
+from tests.chaos.showing import tell
+
+Report = TypeVar("Report")
 
 
 class Named(Protocol):
@@ -11,6 +20,31 @@ class Named(Protocol):
 
 
 AnyNamed = TypeVar("AnyNamed", bound=Named)
+
+
+def parser_of(program: str, text: str | None) -> argparse.ArgumentParser:
+    """With what all of them can be told; each adds its own."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, help="draw the same as an earlier run")
+    parser.add_argument("--break", dest="sabotage", choices=sorted(broken.BUILDS), help="run a broken build")
+    parser.add_argument("--folder", type=Path, help="keep logs and other files of the run there")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def unwind_on_sigterm() -> None:
+    """Like a Ctrl-C, so that no process is left behind."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def performed(
+    run: Callable[[Plan, Callable[[str], None], Path | None], Report], plan: Plan, options: argparse.Namespace
+) -> Report:
+    """The run of that plan, with the build and the folder that the options name."""
+    with broken.sabotaged(plan, options.sabotage) as sabotaged:
+        return run(sabotaged, tell, options.folder)
 
 
 def seed_of(given: int | None) -> int:

@@ -274,7 +274,7 @@ def test_who_is_refused_for_its_own_sake_keeps_nobody_out_and_is_not_forgotten(d
         trigger(db, name, event=f"of-{name}", agent=name)
     monkeypatch.setattr(ingest, "MAX_HELD", 4)
     monkeypatch.setattr(ingest, "LATEST_S", 3600.0)
-    door.refuses = {"a": Paused("agent:a", "")}
+    door.refuses = {"a": Paused("agent:a", "", "later")}
     for n in range(10):
         send(raw, "of-a", event_id=str(n))
     send(raw, "of-b", event_id="1")

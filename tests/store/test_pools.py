@@ -29,7 +29,7 @@ def create(db: Database, pool_id: str = "gold", **fields: Any) -> None:
     assert db.write(lambda conn: pools.create(conn, PoolSpec(pool_id=pool_id, **fields))) == (pool_id, True)
 
 
-def drain(db: Database, timeout_s: float = 60.0, pool_id: str = "gold") -> PoolState:
+def drain(db: Database, timeout_s: float = 60.0, pool_id: str = "gold") -> pools.Closing:
     return write_as("ann", db, lambda conn: pools.drain(conn, pool_id, timeout_s))
 
 
@@ -103,9 +103,11 @@ def test_what_operators_do_and_what_is_told_of_it(db):
     create(db, model_id="a")
     write_as("bob", db, lambda conn: pools.change(conn, "gold", PoolChange(desired_workers=2)))
     write_as("bob", db, lambda conn: pools.change(conn, "gold", PoolChange(model_id="b")))
-    assert drain(db, 5.0) is PoolState.DRAINING
-    assert drain(db, 1.0) is PoolState.DRAINING
-    assert db.write(lambda conn: pools.evict(conn, "gold")) is PoolState.EVICTED
+    assert drain(db, 5.0) == (PoolState.DRAINING, False)
+    assert drain(db, 1.0) == (PoolState.DRAINING, False)
+    assert db.write(lambda conn: pools.evict(conn, "gold")) == (PoolState.EVICTED, False)
+    assert db.write(lambda conn: pools.evict(conn, "gold")) == (PoolState.EVICTED, True)
+    assert drain(db) == (PoolState.EVICTED, True)
     db.write(lambda conn: pools.forget(conn, "gold"))
     assert told(db) == [
         ("pool.created", {"pool_id": "gold", "model_id": "a"}),
@@ -277,7 +279,7 @@ def test_a_drain_waits_for_a_claim_under_way(maria_db, open_database):
             drained = threads.submit(drain, db)
             wait_until(lambda: db.read(lambda conn: conn.execute(waiting).scalar()), what="the drain waits")
             assert not drained.done()
-        assert drained.result() is PoolState.DRAINING
+        assert drained.result().state is PoolState.DRAINING
 
 
 def test_claims_and_a_drain_at_once(db):

@@ -32,7 +32,7 @@ from orchestrator.cli.servers import stop_on_sigterm, undisturbed
 from orchestrator.cli.versions import Version
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
-from orchestrator.embedded import DataDir
+from orchestrator.embedded.directory import DataDir
 from orchestrator.errors import ConfigError, OrchestratorError, RedisUnavailable
 from orchestrator.jobs import JobSpec
 from orchestrator.schedules import NOT_RECURRING
@@ -738,20 +738,19 @@ def test_wait_polls_until_the_end_and_tells_how_it_ended(server, status, code, c
 
 
 def test_wait_tells_what_keeps_the_job_waiting_unless_that_passes_by_itself(server, capsys):
-    def explained(reason, message, status="pending"):
-        return (200, {"job_id": "a", "status": status, "reason": reason, "message": message})
+    def explained(message, **lasts):
+        return (200, {"job_id": "a", "message": message} | lasts)
 
     pending = (200, {"job_id": "a", "status": "pending"})
-    handler = explained("no_handler", "no live worker has a handler\x1b[31m")
+    handler = explained("no live worker has a handler\x1b[31m", lasts=True)
     said = [
         handler,
         handler,
-        explained("in_line", "3 jobs are before it"),
-        explained("tasks", "it waits for tasks"),
+        explained("3 jobs are before it", lasts=False),
+        explained("a server of an older version does not say it"),
         (500, {"code": "internal", "detail": "a bug in explaining costs no wait"}),
-        explained("paused", "an operator paused it"),
+        explained("an operator paused it", lasts=True),
     ]
-    said += [explained("running", "it runs", "running")]
     server.answers = [one for why in said for one in (pending, why)]
     server.answers += [(200, {"job_id": "a", "status": state}) for state in ("running", "done")]
     assert run(["jobs", "wait", "a", "--json", "--url", server.url]) == 0
@@ -1322,18 +1321,20 @@ def test_waiting_for_a_drain_tells_of_each_change_once(server, capsys, quick):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "said", "told"),
     [
-        (["drain", "p"], "draining", "p  draining\n"),
-        (["drain", "p"], "stopped", "p  stopped already\n"),
-        (["drain", "p"], "evicted", "p  evicted already\n"),
-        (["drain", "p", "--wait"], "evicted", "p  evicted already\n"),
-        (["evict", "p"], "evicted", "p  evicted\n"),
-        (["evict", "p"], "stopped", "p  stopped already\n"),
+        (["drain", "p"], "draining", {"already": False}, "p  draining\n"),
+        (["drain", "p"], "stopped", {"already": True}, "p  stopped already\n"),
+        (["drain", "p"], "evicted", {"already": True}, "p  evicted already\n"),
+        (["drain", "p", "--wait"], "evicted", {"already": True}, "p  evicted already\n"),
+        (["evict", "p"], "evicted", {"already": False}, "p  evicted\n"),
+        (["evict", "p"], "evicted", {"already": True}, "p  evicted already\n"),
+        (["evict", "p"], "stopped", {"already": True}, "p  stopped already\n"),
+        (["evict", "p"], "stopped", {}, "p  stopped\n"),  # by a server of an older version
     ],
 )
-def test_what_a_pool_was_already_is_told_as_that(server, capsys, arguments, status, told):
-    server.answers = [(200, {"pool_id": "p", "status": status}), (200, pool(status))]
+def test_what_a_pool_was_already_is_told_as_that(server, capsys, arguments, status, said, told):
+    server.answers = [(200, {"pool_id": "p", "status": status} | said), (200, pool(status))]
     assert run(["pools", *arguments, "--url", server.url]) == 0
     assert capsys.readouterr().out == told
 
@@ -1452,9 +1453,7 @@ def test_dev_and_the_readme_submit_the_same_job():
 def test_a_data_directory_has_one_holder(tmp_path):
     program = """
 import pathlib, sys
-from orchestrator.client.api import Api
-from orchestrator.client.errors import ServerUnreachable
-from orchestrator.embedded import DataDir
+from orchestrator.embedded.directory import DataDir
 held = DataDir(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 input()

