@@ -38,7 +38,7 @@ class Orchestrator:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.holder = instance_id()
-        self.db = Database(settings)
+        self.db = Database(settings, silence_s=settings.heartbeat_limit_s)
         self.policies = Copy()
         self.hub = Hub(settings)
         self.retry_policy = RetryPolicy.of(settings)

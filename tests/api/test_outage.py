@@ -19,6 +19,7 @@ from orchestrator.settings import Settings
 from tests.api.conftest import Running
 from tests.factories import gpu, hire
 from tests.plain import http
+from tests.proxy import Proxy
 from tests.servers import MariaDB, Redis
 from tests.waiting import wait_until
 
@@ -83,6 +84,19 @@ def test_a_dead_database_is_a_503_and_everything_recovers(mortal: tuple[Running,
     wait_until(lambda: api.get("/health").json()["status"] == "ok", timeout=20, what="led again")
     assert api.post("/jobs/submit", JOB).status_code == 202
     assert api.get(f"/jobs/{job_id}").json()["status"] == "pending"
+
+
+@pytest.mark.parametrize("call", ["heartbeat", "submit"])
+def test_a_connection_that_died_in_silence_is_nobodys_outage(mariadb, private_database, run_api, call) -> None:
+    """A worker that speaks HTTP would be declared dead before the orchestrator gave up waiting."""
+    with Proxy(mariadb.port) as proxy:
+        url = private_database(mariadb.create_database("silence")).replace(f":{mariadb.port}/", f":{proxy.port}/")
+        api: Running = run_api(database_url=url, db_timeout_s=100.0, worker_timeout_s=6.0)
+        worker_id = api.post("/workers/register", {"slots": 1, "types": ["echo"]}).json()["worker_id"]
+        bodies = {"heartbeat": ("/workers/heartbeat", {"worker_id": worker_id}), "submit": ("/jobs/submit", JOB)}
+        proxy.strand()
+        assert api.post(*bodies[call]).is_success
+        proxy.heal()  # also what leads
 
 
 def test_a_frozen_database_is_a_503_within_the_limit(mortal: tuple[Running, MariaDB]) -> None:
