@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.placement import Ask, Cluster, Placed, too_large_for_all
-from orchestrator.pools import CHILL, OPEN, STOP, WARM, PoolArrow, PoolState
+from orchestrator.pools import ASLEEP, CHILL, OPEN, STOP, WARM, PoolArrow, PoolState
 
 #: Seconds after which it is written down again that a pool is in use, at most.
 MAX_UNNOTED_S = 10.0
@@ -319,7 +319,7 @@ def _reason(pool: PoolView, workers: int, lacking: int, nodes: Sequence[NodeView
         return trouble[0][:REASON_CHARACTERS]
     if pool.ready < workers:
         return f"{pool.ready} of {workers} workers are ready"
-    return None if workers else "idle; the next job starts it" if pool.desired else "no workers are wanted"
+    return None if workers else ASLEEP if pool.desired else "no workers are wanted"
 
 
 def _too_large(pool: PoolView, cluster: Cluster) -> str | None:

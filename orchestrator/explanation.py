@@ -16,6 +16,7 @@ from typing import Any
 from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
 from orchestrator.placement import Ask, GpuView, Placed, Refused, refusal, too_large_for_all
 from orchestrator.policies import WAITS_FOR_CAP, resume_command
+from orchestrator.pools import ASLEEP
 from orchestrator.wording import telling_line
 
 #: GPUs that are shown as evidence: enough to understand it, whatever the size of the cluster.
@@ -37,6 +38,7 @@ class Why(StrEnum):
     BLOCKED = "blocked"
     NOT_BEFORE = "not_before"
     RETRY_PAUSE = "retry_pause"
+    POOL_ASLEEP = "pool_asleep"
     NO_WORKER = "no_worker"
     NO_HANDLER = "no_handler"
     TOO_LARGE = "too_large"
@@ -135,7 +137,9 @@ def explain(facts: Facts) -> Explanation:
 
 
 #: What stops it is not its own: it keeps its place meanwhile.
-_STILL_IN_LINE = frozenset({Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED})
+_STILL_IN_LINE = frozenset(
+    {Why.POOL_ASLEEP, Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED}
+)
 #: Reasons that last until somebody does something.
 _LASTING = frozenset({Why.POOL_CLOSED, Why.PAUSED, Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE})
 #: Reasons that end by themselves, with time or with the jobs before it.
@@ -206,6 +210,8 @@ def _no_worker(facts: Facts) -> Found:
     if facts.teams:
         return None
     lane = facts.job["lane"]
+    if facts.pool_reason == ASLEEP:
+        return Why.POOL_ASLEEP, f"pool {lane} has no workers while nobody needs it; they are started now"
     if facts.pool_reason:
         return Why.NO_WORKER, f"no live worker serves pool {lane}: {facts.pool_reason}"
     if facts.drained:

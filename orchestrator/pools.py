@@ -37,6 +37,8 @@ class PoolState(StrEnum):
 #: Those that take jobs.
 OPEN = frozenset({PoolState.STARTING, PoolState.RUNNING})
 CLOSED = frozenset({PoolState.STOPPED, PoolState.EVICTED})
+#: The reason of an open pool that was scaled to zero: it ends by itself, as soon as a job waits.
+ASLEEP = "idle; the next job starts it"
 
 
 @dataclass(frozen=True)

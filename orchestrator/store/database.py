@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from enum import Enum, auto
 from typing import TypeVar
 
@@ -175,7 +175,7 @@ class Database:
         reconnects, began = 0, time.monotonic()
         for run in range(1, MAX_RUNS + 1):
             try:
-                with self._watched(), engine.begin() if transaction else engine.connect() as connection:
+                with engine.begin() if transaction else engine.connect() as connection:
                     return work(connection)
             except DBAPIError as error:
                 late = self._dialect.is_late(error)
@@ -194,9 +194,6 @@ class Database:
             except PoolTimeout as error:
                 raise self._unavailable(error) from error
         raise AssertionError  # the last run returns or raises
-
-    def _watched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._vigil is None else self._vigil.kept()
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:

@@ -82,7 +82,7 @@ def look(conn: Connection, job_id: str, book: Book, terms: Terms) -> tuple[Facts
 def _pool(conn: Connection, lane: str) -> Row[Any] | None:
     if lane == DEFAULT_LANE:
         return None
-    wanted = [worker_pools.c[name] for name in ("status", "status_reason", "type", "min_memory_mb")]
+    wanted = [worker_pools.c[name] for name in ("status", "status_reason", "type", "min_memory_mb", "provider")]
     return conn.execute(select(*wanted).where(worker_pools.c.pool_id == lane)).one_or_none()
 
 
@@ -142,7 +142,9 @@ def _placement(
     known = gpus.views(conn, terms.stale_s)
     views = [view for view in known if view.node_id in able]
     ask = LeaseRequest(job.agent, needed_mb, 0.0, job.gpu_count, job_id=job.job_id).ask()
-    found: dict[str, Any] = {"ask": ask, "gpus": views, "known": known}
+    # Nodes of other providers come with the workers: what is known now says nothing of those.
+    comes = pool is not None and pool.provider != "local"
+    found: dict[str, Any] = {"ask": ask, "gpus": views, "known": [] if comes else known}
     if job.min_memory_mb:
         found["placement"] = Cluster(views).place(ask, terms.policy, terms.recent.mix())
     return found

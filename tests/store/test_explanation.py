@@ -1,7 +1,7 @@
 """Why a job waits, by the database: what is said is what publisher and claim would do."""
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, update
 
 from orchestrator.errors import JobNotFound
 from orchestrator.explanation import Why, explain
@@ -99,6 +99,15 @@ def test_a_need_that_its_pool_or_its_handler_has_is_too_large_as_well(db, whose,
     told = why(db, job_id)
     assert (told.reason, told.starts_in_s) == (Why.TOO_LARGE, None)
     assert told.message.startswith(f"needs {need_mb} MB")
+
+
+def test_nodes_of_another_provider_may_yet_come(db):
+    spec = PoolSpec(pool_id="gold", type="echo", min_memory_mb=5000)
+    db.write(lambda conn: pools.create(conn, spec))
+    db.write(lambda conn: conn.execute(update(schema.worker_pools).values(provider="external")))
+    hire(db, gpu(total_mb=1000), pool="gold")
+    (job_id,) = submit(db, pool_id="gold", min_memory_mb=5000)
+    assert why(db, job_id).reason is Why.NO_GPU
 
 
 def test_the_need_of_a_pool_that_has_room_or_is_of_another_type_stops_nothing(db):

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.explanation import Cap, Facts, Team, Why, as_document, explain
 from orchestrator.placement import Ask, Cluster, GpuView, Reason, Refused
+from orchestrator.pools import ASLEEP
 
 ECHO = Team(frozenset({"echo"}), has_gpus=True, slots=4, busy=4)
 FULL = GpuView("GPU-0", "n", 0, usable_mb=1000, leased_mb=900, foreign_mb=0)
@@ -196,6 +197,12 @@ def test_its_place_and_when_its_turn_comes():
     assert explain(facts(ahead=8, ahead_at_least=True)).message.startswith("at least 8")
     announced = explain(facts(job=job(queued="announced"), run_s=3.0))
     assert (announced.reason, announced.position, announced.starts_in_s) == (Why.NEXT, 1, 0.0)
+
+
+def test_a_pool_at_zero_is_no_reason_to_do_anything():
+    asleep = explain(facts(teams=[], pool_reason=ASLEEP))
+    assert (asleep.reason, asleep.lasts, asleep.position) == (Why.POOL_ASLEEP, False, 1)
+    assert "started now" in asleep.message
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import socket
 import ssl
+import sys
+import termios
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -25,16 +29,68 @@ class QuickConnection(Connection):  # type: ignore[misc]  # the driver has no ty
             return str(super().escape(obj, mapping))
         return write(obj)
 
-    def cut(self) -> None:
-        """From another thread: whoever reads from it finds its end."""
-        if self._sock is not None:
-            with suppress(OSError):  # gone already
-                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of an encrypted one would touch its state
-
     def _create_ssl_ctx(self, sslp: Any) -> ssl.SSLContext:
         """Who names no authority has none checked: reading those of the system would take longer than all the rest."""
         context: ssl.SSLContext = super()._create_ssl_ctx(sslp) if sslp else _encrypting()
         return context
+
+
+class WatchedConnection(QuickConnection):
+    """Knows since when it waits for an answer; other threads may look at it, and cut it."""
+
+    #: Monotonic times: when it was opened, when the last question was sent that has no answer yet, and when it was last
+    #: found that the server is at work on it.
+    opened_at: float
+    asked_at: float | None = None
+    vouched_at = float("-inf")
+    #: Which one it leads to, and the number of its session there.
+    server: str
+    session: int
+    #: Bytes on their way, as last looked at.
+    _unsent = 0
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self.opened_at = time.monotonic()
+        super().__init__(*args, **named)
+
+    def sends(self) -> bool:
+        """Whether what was asked still moves towards the server: fewer or more bytes are left than at the last look."""
+        before, sock = self._unsent, self._sock
+        self._unsent = 0 if sock is None else _unsent(sock)
+        return self._unsent not in (0, before)
+
+    def cut(self) -> None:
+        """Whoever waits for an answer finds the end of the connection."""
+        sock = self._sock
+        if sock is not None:
+            with suppress(OSError):  # gone already
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of an encrypted one would touch its state
+
+    def _execute_command(self, command: int, sql: Any) -> None:
+        super()._execute_command(command, sql)
+        self.asked_at = time.monotonic()
+
+    def _read_ok_packet(self) -> Any:
+        try:
+            return super()._read_ok_packet()
+        finally:
+            self.asked_at = None
+
+    def _read_query_result(self, unbuffered: bool = False) -> Any:
+        try:
+            return super()._read_query_result(unbuffered)
+        finally:
+            self.asked_at = None
+
+
+def _unsent(sock: socket.socket) -> int:
+    """Bytes that the other side has not said it got; 0 where the system does not tell."""
+    size = bytearray(4)
+    try:
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, size)
+    except OSError:
+        return 0
+    return int.from_bytes(size, sys.byteorder)
 
 
 @cache

@@ -16,7 +16,7 @@ from sqlalchemy.pool import NullPool
 from orchestrator.errors import DatabaseUnavailable
 from orchestrator.settings import Settings
 from orchestrator.store.dialect.contract import LeaderLock
-from orchestrator.store.dialect.driver import QuickConnection
+from orchestrator.store.dialect.driver import WatchedConnection
 from orchestrator.store.dialect.vigil import Vigil
 
 
@@ -67,7 +67,7 @@ class MariaDB:
         idle_s = settings.worker_timeout_s / 3
         # Whoever waits for a row hears that it is held before the connection counts as broken.
         wait_s = min(idle_s, limit / 2)
-        event.listen(engine, "do_connect", lambda _dialect, _record, args, named: QuickConnection(*args, **named))
+        event.listen(engine, "do_connect", lambda _dialect, _record, args, named: WatchedConnection(*args, **named))
         # A read that nobody waits for any more ends in the server too, a little before we give up the connection. What
         # is in a transaction may take as long as it takes: a duty, or what others wait for.
         statement_s = self.OF_THE_LIMIT * limit if autocommit else None
@@ -123,7 +123,8 @@ class MariaDB:
         return error.orig.args[0] if error.orig is not None and error.orig.args else None
 
     def vigil(self, engine: Engine, settings: Settings, silence_s: float) -> Vigil:
-        return Vigil(engine, self.engine(settings, autocommit=True), silence_s)
+        others = self.engine(settings.model_copy(update={"db_timeout_s": silence_s}), autocommit=True)
+        return Vigil(engine, others, silence_s, settings.db_timeout_s)
 
     def leader_lock(self, engine: Engine, settings: Settings) -> LeaderLock | None:
         with engine.connect() as connection:
