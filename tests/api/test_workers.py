@@ -13,6 +13,7 @@ from orchestrator.store.settle import take_from_dead
 from tests.api.conftest import Running
 from tests.factories import POLICY, active_leases, gpu, hire, history, row, rows
 from tests.fetching import Puppet, refused, register
+from tests.waiting import wait_until
 
 
 def listed(api: Running, worker_id: str) -> dict[str, Any]:
@@ -105,8 +106,13 @@ def test_an_id_is_free_again_when_nothing_of_its_predecessor_is_left(api: Runnin
         return api.post("/workers/register", {"worker_id": "mine", "slots": 1, "types": ["echo"], "node_id": "node-1"})
 
     refused(again(), 409, "worker_exists")
-    api.db.write(lambda conn: take_from_dead(conn, Claimant("mine", "node-1", "default"), POLICY, 10))
-    assert row(api.db, job_id).status == "pending"
+
+    def taken_back() -> bool:
+        # Whom the leader is about to take back itself, this passes over.
+        api.db.write(lambda conn: take_from_dead(conn, Claimant("mine", "node-1", "default"), POLICY, 10))
+        return bool(row(api.db, job_id).status == "pending")
+
+    wait_until(taken_back, what="its job waits again")
     assert len(active_leases(api.db)) == 1  # nobody has seen its process end
     refused(again(), 409, "worker_exists")
     api.db.write(lambda conn: conn.execute(schema.leases.update().values(state="spent")))
