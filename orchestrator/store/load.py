@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Select, case, func, select
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, case, func, select
 
 from orchestrator import ranking
 from orchestrator.errors import LaneNotFound
@@ -42,7 +42,7 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
     if pool is None and clock is None and not staff.known and lane != DEFAULT_LANE:
         raise LaneNotFound(lane)
     found = conn.execute(_counts(lane, most)).one()
-    waiting, running, delayed, blocked, late, overdue = (min(int(number or 0), most) for number in found)
+    waiting, running, busy, delayed, blocked, late, overdue = (min(int(number or 0), most) for number in found)
     if late == most:
         overdue = delayed  # which of them nobody can say without counting on: each may be one that could run
     return Load(
@@ -53,7 +53,7 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
         oldest_wait_s=_oldest_wait_s(conn, lane),
         mean_latency_s=None if clock is None else _mean_latency_s(conn, lane, clock),
         workers=int(staff.active or 0),
-        busy_workers=int(staff.busy or 0),
+        busy_workers=busy,
         draining=int(staff.draining or 0),
         slots=float(staff.slots or (pool.slots if pool else usual_slots)),
         minimum=pool.min_workers if pool else 0,
@@ -71,29 +71,40 @@ def _staff(conn: Connection, lane: str) -> Any:
         select(func.count()).select_from(anybody).scalar_subquery().label("known"),
         func.sum(case((active, 1), else_=0)).label("active"),
         func.sum(case((active, 0), else_=1)).label("draining"),
-        func.sum(case((active & (workers.c.busy > 0), 1), else_=0)).label("busy"),
         func.avg(case((workers.c.slots > 0, workers.c.slots))).label("slots"),
     )
     return conn.execute(query.where(workers.c.pool_id == lane, workers.c.status.in_(LIVE_WORKERS))).one()
 
 
 def _counts(lane: str, most: int) -> Select[*tuple[Any, ...]]:
-    """Waiting, running, delayed, blocked; overdue in all lanes, and those of them that are delayed in this one.
+    """Waiting, running, who runs them, delayed, blocked; overdue in all lanes, and of them those delayed in this one.
 
-    Overdue are those that nobody has let go yet: perhaps nobody leads. Of all lanes, since their order is that of time.
+    Who is busy is told by the jobs and not by heartbeats, which are some seconds late: long enough for an autoscaler to
+    end a worker that has just begun, or to keep one for a job that is over. Overdue are those that nobody has let go
+    yet: perhaps nobody leads. Of all lanes, since their order is that of time.
     """
     here = jobs.c.lane == lane
+    owned = here & jobs.c.status.in_(sorted(OWNED))
     first = select(jobs.c.lane, jobs.c.queued).where(jobs.c.not_before <= utc_now()).order_by(jobs.c.not_before)
     due = walking(first.limit(most), jobs, "ix_jobs_due").subquery()
     mine = (due.c.lane == lane) & (due.c.queued == Queued.DELAYED)
     return select(
         counted("ix_jobs_queue", most, here, jobs.c.queued.in_(DUE)),
-        counted("ix_jobs_status", most, here, jobs.c.status.in_(sorted(OWNED))),
+        counted("ix_jobs_status", most, owned),
+        _owners(most, owned),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.DELAYED),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.BLOCKED),
         func.count(),
         func.sum(case((mine, 1), else_=0)),
     ).select_from(due)
+
+
+def _owners(most: int, owned: ColumnElement[bool]) -> ScalarSelect[int]:
+    """Workers that take jobs and have some of these; those that leave are none to keep."""
+    some = walking(select(jobs.c.worker_id).where(owned).limit(most), jobs, "ix_jobs_status").subquery()
+    theirs = some.join(workers, workers.c.worker_id == some.c.worker_id)
+    count = select(func.count(some.c.worker_id.distinct())).select_from(theirs)
+    return count.where(workers.c.status == ACTIVE).scalar_subquery()
 
 
 def _oldest_wait_s(conn: Connection, lane: str) -> float:

@@ -42,11 +42,9 @@ def test_a_running_job_keeps_its_worker(api: Running) -> None:
     job_id = api.submit(pool_id="gold")
     hand = hire(api.db, pool="gold")
     (claim,) = hand.claim(job_id)
-    hand.beat(busy=1)
     found = api.get("/autoscale/gold").json()
     assert (found["depth"], found["running"], found["busy_workers"], found["desired_workers"]) == (1, 1, 1, 1)
     hand.finish(claim)
-    hand.beat()
     found = api.get("/autoscale/gold").json()
     assert (found["depth"], found["desired_workers"], found["ended_lately"]) == (0, 0, True)
 

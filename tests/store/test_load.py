@@ -1,5 +1,8 @@
 """What is asked of a lane, as an autoscaler sees it."""
 
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -9,6 +12,7 @@ from orchestrator.pools import PoolSpec
 from orchestrator.scaling import LATELY_S, desired_workers
 from orchestrator.store import load, outbox, pools, schema, withdraw
 from tests.factories import hire, many_jobs, now, rows, set_job, submit
+from tests.fetchers import enlist
 
 
 def of(db, lane="default", **given):
@@ -52,7 +56,6 @@ def test_depth_is_what_runs_and_what_may_run(db):
     announce(db, count=3)
     claims = hand.claim(first, second)
     hand.start(claims[0])
-    hand.beat(busy=2)
     found = of(db)
     assert (found.waiting, found.running, found.delayed, found.depth) == (3, 2, 2, 5)
     assert (found.workers, found.busy_workers, found.slots, found.at_least) == (1, 1, 2.0, False)
@@ -87,13 +90,48 @@ def test_counting_stops_and_says_so(db):
 
 
 def test_who_drains_is_no_worker_any_more(db):
-    submit(db, pool_id="gold")
-    hire(db, pool="gold").beat(busy=1, draining=True)
-    hire(db, pool="gold").beat(busy=1)
-    gone = hire(db, pool="gold")
+    first, second, _ = submit(db, 3, pool_id="gold")
+    leaving, staying, gone = (hire(db, pool="gold") for _ in range(3))
+    leaving.claim(first)
+    leaving.beat(busy=1, draining=True)
+    staying.claim(second)
     gone.go_silent()
     found = of(db, "gold")
     assert (found.workers, found.busy_workers, found.draining) == (2, 1, 1)  # silent, but not declared lost yet
+
+
+def test_who_is_busy_is_told_by_the_jobs_and_not_by_heartbeats(db):
+    """A worker says how busy it is every few seconds, one that speaks HTTP perhaps never: jobs know it at once."""
+    jobs = submit(db, 4)
+    hand, fetcher = hire(db), enlist(db)
+    claims = hand.claim(*jobs[:3])
+    assert len(fetcher.fetch()) == 1
+    assert (of(db).running, of(db).busy_workers) == (4, 2)
+    hand.beat(busy=3)
+    hand.finish(*claims)
+    assert (of(db).running, of(db).busy_workers) == (1, 1)
+
+
+def test_a_job_on_its_way_is_never_out_of_sight(db):
+    """From those that wait to those that run and back: nobody who asks in between is told that nothing is there."""
+    (job_id,) = submit(db)
+    announce(db)
+    hand, moved = hire(db), threading.Event()
+
+    def move():
+        try:
+            for _ in range(100):
+                hand.hand_back(*hand.claim(job_id))
+        finally:
+            moved.set()
+
+    seen = Counter()
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move)
+        while not moved.is_set():
+            seen[of(db).depth] += 1
+        moving.result()
+    assert set(seen) == {1}, seen
 
 
 def test_a_pool_that_drains_wants_nobody_new(db):

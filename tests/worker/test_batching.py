@@ -227,8 +227,9 @@ def test_a_poison_that_kills_its_process_is_found_and_its_neighbours_are_done(be
     bench.work(worker_slots=2)
     record = cluster.wait_for(poison, "dead_letter")
     neighbours = bench.done(*[job_id for job_id in ids if job_id != poison])
-    assert (record["crashes"], record["attempt"]) == (2, 3)
-    assert {(job["attempt"], job["attempts"], job["crashes"]) for job in neighbours} == {(2, 1, 0)}
+    # By what was charged: a slow machine hands a claim back, uncharged, and the next has another number.
+    assert (record["crashes"], record["attempts"]) == (2, 2)
+    assert {(job["attempts"], job["crashes"]) for job in neighbours} == {(1, 0)}
     assert [len(call) for call in bench.calls()] == [11] + [1] * 12
     assert moves(cluster, ids[0])[1:3] == ["job.claimed", "job.handed_back"]
     wait_until(lambda: leased(cluster) == 0, what="all memory back")
