@@ -9,7 +9,8 @@ decided, and a variable left over in some shell must not overrule it. When a var
 The file (`--config`, or ORCH_CONFIG) is one flat TOML table of field names; the variables are ORCH_ + the
 field name in capitals. An unknown name is refused, never ignored: a misspelt time limit must not become a
 default in silence. An empty variable is a value, not an absent one: an empty ORCH_DATABASE_URL (a secret that
-was not mounted) must not become a fresh local database.
+was not mounted) must not become a fresh local database. A database that nobody names lies in the data directory,
+wherever that is: half of a system elsewhere would be another system.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ from orchestrator.settings import (
     SECRET,
     Settings,
     broken_relations,
+    database_in,
     safe_url,
     to_text,
     variable,
 )
 from orchestrator.wording import in_our_words
+
+#: Where a value came from that nobody gave.
+DEFAULT = "default"
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,9 @@ class Given:
 class Loaded:
     settings: Settings
     sources: dict[str, str]
+
+    def nobody_gave(self, *keys: str) -> bool:
+        return all(self.sources[key] == DEFAULT for key in keys)
 
 
 @dataclass(frozen=True)
@@ -74,12 +82,13 @@ def load(
     table = _read_table(path, problems) if path else {}
     given = _environment_layer(environ, problems) | _layer(table or {}, f"file {path}", problems)
     given |= _flag_layer(cli, problems)
+    given = _local_database(given) | given
     # Without its file no value is really known, so nothing is said about how they relate.
     settings = _validate(given, doubtful=FIELDS if table is None else (), problems=problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n- ".join([f"{count} in the configuration:", *problems]))
-    return Loaded(settings, {key: given[key].source if key in given else "default" for key in FIELDS})
+    return Loaded(settings, {key: given[key].source if key in given else DEFAULT for key in FIELDS})
 
 
 def describe(loaded: Loaded) -> list[Row]:
@@ -100,6 +109,20 @@ def _flag_layer(cli: Mapping[str, object], problems: list[str]) -> dict[str, Giv
     given = _layer({key: value for key, value in cli.items() if value is not None}, "flag", problems)
     texts = {key: item.value for key, item in given.items() if isinstance(item.value, str)}
     return given | {key: Given(_from_text(key, text), "flag", text) for key, text in texts.items()}
+
+
+def _local_database(given: Mapping[str, Given]) -> dict[str, Given]:
+    directory = given["data_dir"].value if "data_dir" in given else None
+    if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
+        return {}  # the usual one, or none that could be one
+    url = local_database(Path(directory))
+    return {"database_url": Given(url, DEFAULT, url)}
+
+
+def local_database(data_dir: Path) -> str:
+    """Relative where possible: the path of the place where a person works may hold what a URL may not."""
+    absolute, here = data_dir.resolve(), Path.cwd()
+    return database_in(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
 def _layer(values: Mapping[str, object], source: str, problems: list[str]) -> dict[str, Given]:

@@ -46,6 +46,7 @@ from orchestrator.setting_values import (
 
 #: Where Kubernetes puts what a pod needs to speak to it.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+DATA_DIR = Path(".data")
 SECRET = frozenset({"database_url", "redis_url"})
 #: A job's lease lives so many times as long as its worker may be silent, at least.
 LEASE_OVER_TIMEOUT = 1.25
@@ -67,6 +68,14 @@ def safe_url(url: str) -> str:
     return _QUERY.sub(lambda found: f"{found[1]}***" if found[1] else found[0], _USERINFO.sub(r"\1:***@", url))
 
 
+def database_file(data_dir: Path) -> Path:
+    return data_dir / "orchestrator.db"
+
+
+def database_in(data_dir: Path) -> str:
+    return f"sqlite:///{database_file(data_dir)}"
+
+
 def _is(default: Any, description: str) -> Any:
     return Field(default, description=description)
 
@@ -76,11 +85,11 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
 
-    database_url: DatabaseUrl = _is("sqlite:///.data/orchestrator.db", "the truth: SQLite file or MariaDB")
+    database_url: DatabaseUrl = _is(database_in(DATA_DIR), "the truth: SQLite file (by default in data_dir) or MariaDB")
     redis_url: RedisUrl = _is("redis://127.0.0.1:6379/0", "the delivery: Redis or Valkey")
     host: Host = _is("127.0.0.1", "address the API listens on; loopback only in this version")
     port: Port = _is(8008, "port the API listens on; 0 picks a free one")
-    data_dir: Directory = _is(Path(".data"), "directory of the embedded servers and of local files")
+    data_dir: Directory = _is(DATA_DIR, "directory of the embedded servers and of local files")
     stream_prefix: Prefix = _is("stream:orchestrator:", "what the name of every stream begins with")
     claim_idle_ms: Millis = _is(10_000, "a delivered entry idle for this long is looked at by the leader")
     job_retry_max: UpTo100 = _is(5, "attempts of a job that does not say max_attempts itself")

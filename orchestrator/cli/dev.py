@@ -16,15 +16,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import click
-from pydantic import ValidationError
 
 from orchestrator.cli.child import WorkerChild
 from orchestrator.cli.options import with_settings
 from orchestrator.cli.schema import opened, upgrade
 from orchestrator.cli.servers import run_api, stop_on_sigterm, undisturbed
 from orchestrator.client.paths import DEFAULT_URL, URL_VARIABLE
-from orchestrator.config import Loaded
-from orchestrator.embedded.directory import DataDir, database_file
+from orchestrator.config import Loaded, local_database
+from orchestrator.embedded.directory import DataDir
 from orchestrator.embedded.valkey import Valkey
 from orchestrator.errors import ConfigError
 from orchestrator.modules import require_modules
@@ -93,21 +92,12 @@ def own_servers(loaded: Loaded) -> Iterator[Settings]:
 def _embedded(loaded: Loaded, redis_url: str) -> Settings:
     """What was asked for, on our own servers; quieter and with GPUs to play with unless told otherwise."""
     chosen = loaded.settings.model_dump() | {
-        "database_url": f"sqlite:///{database_file(_shortest(loaded.settings.data_dir))}",
+        "database_url": local_database(loaded.settings.data_dir),
         "redis_url": redis_url,
     }
     ours = {"gpu_backend": SIMULATED, "log_level": "warning"}
-    chosen |= {key: value for key, value in ours.items() if loaded.sources[key] == "default"}
-    try:
-        return Settings.model_validate(chosen)
-    except ValidationError:
-        raise ConfigError(f"data_dir {loaded.settings.data_dir}: choose a path without spaces") from None
-
-
-def _shortest(directory: Path) -> Path:
-    """Relative where possible: the path of the place where a person works may hold what a URL may not."""
-    absolute, here = directory.resolve(), Path.cwd()
-    return absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+    chosen |= {key: value for key, value in ours.items() if loaded.nobody_gave(key)}
+    return Settings.model_validate(chosen)
 
 
 def _require_free_port(settings: Settings) -> None:
@@ -119,7 +109,7 @@ def _require_free_port(settings: Settings) -> None:
 
 def _note_unused(loaded: Loaded) -> None:
     for key in ("database_url", "redis_url"):
-        if loaded.sources[key] != "default":
+        if not loaded.nobody_gave(key):
             click.echo(f"gpuorch dev brings its own servers: {key} ({loaded.sources[key]}) is not used", err=True)
 
 

@@ -58,7 +58,7 @@ def doctor(loaded: Loaded, *, as_json: bool) -> int:
 
 def _examined(loaded: Loaded) -> Iterator[Finding]:
     """Beside a `gpuorch dev`, whose database is the default, its Redis: that has another address at each start."""
-    unnamed = all(loaded.sources[key] == "default" for key in ("database_url", "redis_url"))
+    unnamed = loaded.nobody_gave("database_url", "redis_url")
     directory = loaded.settings.data_dir
     redis_url = running_redis(directory) if unnamed else None
     of_dev = unnamed and not redis_url and (directory / CONFIG).exists()

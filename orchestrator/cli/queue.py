@@ -20,6 +20,7 @@ from orchestrator.client.api import Api
 from orchestrator.client.steps import BULK_S
 from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
+from orchestrator.settings import database_file
 
 _UNFINISHED = ("pending", "claimed", "running")
 _PAUSED = ("action", "reason", "since")
@@ -185,7 +186,6 @@ def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: 
     from orchestrator.cli.dev import own_servers
     from orchestrator.cli.draining import run_here
     from orchestrator.cli.servers import stop_on_sigterm
-    from orchestrator.embedded.directory import database_file
     from orchestrator.modules import require_modules
     from orchestrator.telemetry import logs
 
@@ -193,7 +193,7 @@ def run_queue(loaded: Loaded, *, drain: bool, timeout_s: float | None, as_json: 
     stop_on_sigterm()
     with ExitStack() as servers:
         settings = loaded.settings
-        if all(loaded.sources[key] == "default" for key in ("database_url", "redis_url")):
+        if loaded.nobody_gave("database_url", "redis_url"):
             if not (file := database_file(settings.data_dir)).exists():
                 ways = "name the --data-dir of a gpuorch dev, or a --database-url and a --redis-url"
                 raise ConfigError(f"there is nothing to run: no database is at {file.absolute()}; {ways}")

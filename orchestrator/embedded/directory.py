@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from orchestrator.settings import Settings
+from orchestrator.settings import Settings, database_file
 from orchestrator.store.dialect import file_of
 
 #: Seconds for which a directory may still be held by the servers of a process that was just killed.
@@ -43,10 +43,6 @@ class DataDir:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-def database_file(data_dir: Path) -> Path:
-    return data_dir / "orchestrator.db"
 
 
 def redis_address(password: str, port: int | str) -> str:

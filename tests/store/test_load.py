@@ -125,7 +125,7 @@ def test_a_job_on_its_way_is_never_out_of_sight(db):
         finally:
             moved.set()
 
-    seen = Counter()
+    seen: Counter[int] = Counter()
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(move)
         while not moved.is_set():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.config import Loaded, describe, load
+from orchestrator.config import Loaded, describe, load, local_database
 from orchestrator.errors import ConfigError
 from orchestrator.setting_values import RetryRule
 from orchestrator.settings import FIELDS, RELATIONS, Settings, safe_url
@@ -101,8 +101,27 @@ def test_each_layer_speaks_its_own_types(config):
     table = config('worker_handlers = ["a.b", "c"]\nlease_ttl_s = 100\ndata_dir = "d"\n')
     flags = {"worker_handlers": ("a.b", "c"), "lease_ttl_s": "100", "data_dir": Path("d")}
     loads = [load(environ=text), load({}, table, {}), load(flags, environ={})]
-    expected = Settings(worker_handlers=("a.b", "c"), lease_ttl_s=100.0, data_dir=Path("d"))
+    expected = Settings(
+        worker_handlers=("a.b", "c"), lease_ttl_s=100.0, data_dir=Path("d"), database_url="sqlite:///d/orchestrator.db"
+    )
     assert [loaded.settings for loaded in loads] == [expected] * 3
+
+
+def test_a_database_that_nobody_named_lies_in_the_data_directory(tmp_path, monkeypatch):
+    (tmp_path / "my work").mkdir()
+    monkeypatch.chdir(tmp_path / "my work")
+    assert load(environ={}).settings.database_url == local_database(Path(".data"))
+    for where, url in {
+        "there": "sqlite:///there/orchestrator.db",
+        f"{tmp_path}/my work/there": "sqlite:///there/orchestrator.db",
+        f"{tmp_path}/elsewhere": f"sqlite:///{tmp_path}/elsewhere/orchestrator.db",
+    }.items():
+        loaded = load(environ={"ORCH_DATA_DIR": where})
+        assert (loaded.settings.database_url, loaded.nobody_gave("database_url")) == (url, True)
+    named = load(environ={"ORCH_DATA_DIR": "there", "ORCH_DATABASE_URL": "sqlite:///a.db"})
+    assert (named.settings.database_url, named.nobody_gave("database_url")) == ("sqlite:///a.db", False)
+    with pytest.raises(ConfigError, match=r"'sqlite:////a b/orchestrator.db' \(default\): must hold no whitespace"):
+        load(environ={"ORCH_DATA_DIR": "/a b"})
 
 
 # Unknown names.
