@@ -326,7 +326,7 @@ def _too_large(pool: PoolView, cluster: Cluster) -> str | None:
     """Only of nodes that somebody has to add: those of other providers come with the workers."""
     if pool.provider != "local" or not pool.memory_mb:
         return None
-    return too_large_for_all(pool.ask, list(cluster.gpus()))
+    return too_large_for_all(pool.ask, cluster.gpus())
 
 
 def _no_node(pool: PoolView, nodes: Sequence[NodeView]) -> str:

@@ -14,7 +14,13 @@ from orchestrator.placement import Ask, GpuView, LastLook, Policy, Reason, Recen
 from orchestrator.settings import Settings
 
 #: Seconds after which a denied request is worth trying again, by the reason; a second for all others.
-RETRY_AFTER_S = {Reason.CONTENDED: 0.1, Reason.STALE: 2.0, Reason.UNHEALTHY: 10.0, Reason.QUARANTINED: 30.0}
+RETRY_AFTER_S = {
+    Reason.CONTENDED: 0.1,
+    Reason.STALE: 2.0,
+    Reason.UNHEALTHY: 10.0,
+    Reason.TOO_LARGE: 10.0,
+    Reason.QUARANTINED: 30.0,
+}
 
 
 def new_token() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -22,7 +22,9 @@ class Reason(StrEnum):
     WRONG_MODEL = "wrong_model"
     HOST_CPU = "host_cpu"
     HOST_MEMORY = "host_memory"
-    #: Only the store says this: there was room, and other requests took it first.
+    # Only the store says these: no GPU that is known has so much, were all of it free; there was room, and other
+    # requests took it first.
+    TOO_LARGE = "too_large"
     CONTENDED = "contended"
 
 
@@ -111,8 +113,10 @@ def _out_of_service(gpu: GpuView) -> tuple[Reason, str]:
     return Reason.GATE_CLOSED, "its gate is closed: its memory was over the limit lately"
 
 
-def too_large_for_all(ask: Ask, known: Sequence[GpuView]) -> str | None:
+def too_large_for_all(ask: Ask, known: Iterable[GpuView]) -> str | None:
     """How it asks for more than there is on any node, were all of it free; None: some node could hold it."""
+    # A GPU that was never well has not told its size yet.
+    known = [gpu for gpu in known if gpu.usable_mb > 0 and (not ask.models or gpu.name in ask.models)]
     if not known:
         return None
     largest = max(known, key=lambda gpu: gpu.usable_mb)

@@ -22,7 +22,7 @@ from orchestrator.leases import (
     model_lease_key,
     new_token,
 )
-from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refused
+from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refused, too_large_for_all
 from orchestrator.store import audit, gpus, leases, residency
 from orchestrator.store.database import Database, Waiting
 from orchestrator.store.dialect import utc_now
@@ -140,7 +140,7 @@ def _place_all(
             continue
         for i, choice in refused.items():  # final for this batch
             # Nobody leaves for a request that then runs on the CPU.
-            answers[i] = _denied(look.cluster, asks[i], choice, None if requests[i].cpu_fallback else idle)
+            answers[i] = _denied(look, asks[i], choice, None if requests[i].cpu_fallback else idle)
         proposals = {i: choice for i, choice in choices.items() if isinstance(choice, Placed)}
         waiting = _take(conn, asks, proposals, terms.stale_s)
         answers |= {i: placed for i, placed in proposals.items() if i not in waiting}
@@ -185,10 +185,13 @@ def _asks(conn: Connection, requests: Sequence[LeaseRequest], terms: Terms) -> l
     return asks
 
 
-def _denied(cluster: Cluster, ask: Ask, refused: Refused, idle: residency.IdleModels | None) -> Denied:
+def _denied(look: Look, ask: Ask, refused: Refused, idle: residency.IdleModels | None) -> Denied:
     """The answer to a request without room; idle warm models that stand in its way are asked to leave."""
+    # Whoever looks at one node alone knows nothing of others, which may be larger.
+    if look.node_id is None and (never := too_large_for_all(ask, look.cluster.gpus(ask.node_id))):
+        return Denied(never, Reason.TOO_LARGE, RETRY_AFTER_S[Reason.TOO_LARGE], refused.gpus)
     # Whatever is wrong with most GPUs: one may lack nothing but room.
-    leaving = idle.make_room(cluster, ask) if idle else 0
+    leaving = idle.make_room(look.cluster, ask) if idle else 0
     if leaving:
         reason = f"{refused.reason}; {leaving} idle warm models make room"
         return Denied(reason, refused.code, ROOM_IS_MADE_S, refused.gpus, evicting=True)

@@ -55,14 +55,15 @@ def test_the_default_time_to_live_is_the_setting(api: Running) -> None:
 
 def test_a_refusal_says_why_and_when_to_ask_again(api: Running) -> None:
     hire(api.db, gpu(0, 8000))
-    answer = api.post("/leases", WANT | {"min_memory_mb": 9000})
+    assert api.post("/leases", WANT | {"min_memory_mb": 1200}).json()["granted"]
+    answer = api.post("/leases", WANT | {"min_memory_mb": 7000})
     assert answer.status_code == 200
     assert answer.json() == {
         "granted": False,
-        "reason": "needs 9000 MB; node-1/0: 7200 of 7200 MB free",
+        "reason": "needs 7000 MB; node-1/0: 6000 of 7200 MB free",
         "code": "no_memory",
         "retry_after": 1.0,
-        "gpus": [{"node_id": "node-1", "gpu_index": 0, "free_mb": 7200}],
+        "gpus": [{"node_id": "node-1", "gpu_index": 0, "free_mb": 6000}],
     }
     elsewhere = api.post("/leases", WANT | {"node_id": "elsewhere"}).json()
     assert (elsewhere["granted"], elsewhere["code"], elsewhere["gpus"]) == (False, "no_gpu", [])
@@ -121,6 +122,24 @@ def test_a_lease_may_ask_for_a_model_of_gpu_and_for_its_host(api: Running) -> No
     assert api.post("/leases", wish).json()["code"] == "host_cpu"
     assert api.post("/leases", wish | {"host_cpus": 1.0}).json()["code"] == "host_memory"
     assert api.post("/leases", WANT | {"gpu_models": ["H100"]}).json()["code"] == "wrong_model"
+
+
+def test_more_than_any_gpu_has_is_no_matter_of_time_and_says_so(api: Running) -> None:
+    hire(api.db, gpu(0, total_mb=10_000, name="T4"), gpu(1, total_mb=20_000), node="small")
+    hire(api.db, gpu(2, total_mb=40_000), node="large")
+    asked = WANT | {"min_memory_mb": 30_000}
+    assert api.post("/leases", asked).json()["granted"]
+    later = api.post("/leases", asked).json()
+    assert (later["granted"], later["code"]) == (False, "no_memory")
+    never = api.post("/leases", WANT | {"min_memory_mb": 50_000}).json()
+    assert (never["granted"], never["code"], never["retry_after"]) == (False, "too_large", 10.0)
+    assert "the largest can lease 36000 MB, on node large; ask for less, or add a node" in never["reason"]
+    many = api.post("/leases", WANT | {"gpu_count": 3}).json()
+    assert (many["code"], "at most 2, on node small" in many["reason"]) == ("too_large", True)
+    here = api.post("/leases", asked | {"node_id": "small"}).json()
+    assert (here["code"], "the largest can lease 18000 MB" in here["reason"]) == ("too_large", True)
+    picky = api.post("/leases", WANT | {"min_memory_mb": 10_000, "gpu_models": ["T4"]}).json()
+    assert (picky["code"], "the largest can lease 9000 MB" in picky["reason"]) == ("too_large", True)
 
 
 def test_a_fallback_leases_no_gpu(api: Running) -> None:

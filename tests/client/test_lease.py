@@ -173,7 +173,7 @@ def test_denied_says_the_reason_with_its_numbers(server: Orchestrator):
     with pytest.raises(LeaseDenied) as denied, lease(min_memory_mb=9001, wait_s=0):
         pass
     assert denied.value.code == "lease_denied"
-    assert "9001" in str(denied.value) and "9000 MB free" in str(denied.value)
+    assert "9001" in str(denied.value) and "the largest can lease 9000 MB" in str(denied.value)
     assert "9001" in denied.value.reason
 
 

@@ -266,6 +266,14 @@ def test_nothing_is_granted_on_a_gpu_that_was_never_well(db):
     assert ask(db).code is Reason.UNHEALTHY
 
 
+def test_who_looks_at_one_node_alone_calls_nothing_too_large_for_all(db):
+    hire(db, gpu(0, total_mb=10_000), node="small")
+    hire(db, gpu(1, total_mb=90_000), node="large")
+    (here,) = db.write(lambda conn: grants.grant(conn, [request(20_000)], terms(), "small"))
+    assert here.code is Reason.NO_MEMORY
+    assert ask(db, 20_000, node_id="small").code is Reason.TOO_LARGE
+
+
 # --- the last look ---
 
 
