@@ -13,7 +13,7 @@ from orchestrator.api.ids import PoolId
 from orchestrator.api.replies import Json, page_of
 from orchestrator.names import Name
 from orchestrator.pools import MAX_METADATA, PoolChange, PoolSpec
-from orchestrator.store import pools
+from orchestrator.store import backlog, pools
 
 router = APIRouter(prefix="/workers/pool", tags=["pools"])
 
@@ -72,7 +72,12 @@ async def change(request: Request, api: Api, pool_id: PoolId) -> Json:
 
 @router.delete("/{pool_id}")
 async def delete(api: Api, pool_id: PoolId) -> Json:
-    """Forget a pool that is stopped or evicted; jobs that still wait for it go on waiting in its lane."""
-    await api.write(lambda conn: pools.forget(conn, pool_id))
+    """Forget a pool that is stopped or evicted; how many jobs go on waiting in its lane is told."""
+
+    def work(conn: Any) -> int:
+        pools.forget(conn, pool_id)
+        return backlog.left(conn, pool_id).waiting
+
+    waiting = await api.write(work)
     api.pools_changed(pool_id)
-    return Json({"pool_id": pool_id, "deleted": True})
+    return Json({"pool_id": pool_id, "deleted": True, "waiting": waiting})

@@ -181,6 +181,9 @@ def delete(api: Api, pool_id: str, *, as_json: bool) -> None:
         print_json(answer)
     else:
         click.echo(f"{pool_id} is forgotten")
+        if waiting := answer["waiting"]:
+            told = f"{waiting} of its jobs still wait: a pool of this name, created again, runs them; or cancel them:"
+            click.echo(f"{told} gpuorch jobs list --pool {pool_id} --status pending", err=True)
 
 
 def _given(**fields: Any) -> dict[str, Any]:

@@ -98,8 +98,12 @@ class Left:
     coming: int = 0
 
     @property
+    def waiting(self) -> int:
+        return self.ready + self.blocked + self.delayed
+
+    @property
     def total(self) -> int:
-        return self.ready + self.blocked + self.delayed + self.running + self.coming
+        return self.waiting + self.running + self.coming
 
 
 def left(conn: Connection, lane: str, most: int = MOST_COUNTED) -> Left:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.database import Database
 from tests.api.conftest import Running
 from tests.api.test_job_actions import refused
-from tests.factories import Hand, hire, rows, status
+from tests.factories import Hand, hire, now, rows, set_job, status, submit
 from tests.servers import Redis
 from tests.waiting import wait_until
 
@@ -392,10 +393,20 @@ def test_only_a_closed_pool_without_workers_is_deleted(api: Running) -> None:
     api.post("/control/evict_pool", {"pool_id": "gold"})
     refused(api.http.delete("/workers/pool/gold"), 409, "pool_busy")
     api.db.write(lambda conn: nodes.deregister(conn, hand.worker))
-    assert api.http.delete("/workers/pool/gold").json() == {"pool_id": "gold", "deleted": True}
+    assert api.http.delete("/workers/pool/gold").json() == {"pool_id": "gold", "deleted": True, "waiting": 0}
     refused(api.http.delete("/workers/pool/gold"), 404, "pool_not_found")
     assert rows(api.db, schema.worker_pools) == []
     assert events(api)[-1] == "pool.deleted"
+
+
+def test_who_deletes_a_pool_is_told_of_the_jobs_that_still_wait_for_it(api: Running) -> None:
+    create(api)
+    api.submit(pool_id="gold")
+    (later,) = submit(api.db, pool_id="gold")
+    set_job(api.db, later, queued="delayed", not_before=now(api.db) + timedelta(hours=1))
+    api.submit()  # of another lane
+    api.post("/control/evict_pool", {"pool_id": "gold"})
+    assert api.http.delete("/workers/pool/gold").json()["waiting"] == 2
 
 
 # --- races ---

@@ -1255,10 +1255,19 @@ def test_what_pools_commands_send(server, capsys):
         (["evict", "p"], ("POST", "/control/evict_pool", {"pool_id": "p"})),
         (["delete", "a/b"], ("DELETE", "/workers/pool/a%2Fb", None)),
     ):
-        server.answers = [(200, pool())]
+        server.answers = [(200, pool() | {"waiting": 0})]
         assert run(["pools", *arguments, "--url", server.url]) == 0, arguments
         assert server.asked[-1] == asked
-    assert "a/b is forgotten" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "a/b is forgotten" in out and not err
+
+
+def test_deleting_a_pool_tells_of_the_jobs_that_it_leaves_behind(server, capsys):
+    server.answers = [(200, {"pool_id": "p", "deleted": True, "waiting": 3})]
+    assert run(["pools", "delete", "p", "--url", server.url]) == 0
+    out, err = capsys.readouterr()
+    assert out == "p is forgotten\n"
+    assert "3 of its jobs still wait" in err and "gpuorch jobs list --pool p --status pending" in err
 
 
 def test_scaling_tells_what_was_set_and_what_is_there(server, capsys):
