@@ -3,8 +3,6 @@
 .PHONY: help run test check bench sim sim-placement sim-warm chaos chaos-leases chaos-pools e2e lock clean ready python servers
 
 PYTHON ?= python3
-PORT ?= 8008
-DATA_DIR ?= ./.data
 # More arguments for pytest, e.g. `make test ARGS="-x -k lease"`.
 ARGS ?=
 
@@ -17,8 +15,8 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: $(VENV)/.runtime ## start the whole system here, with nothing else installed (PORT=8008 DATA_DIR=./.data)
-	@exec $(BIN)/gpuorch dev --port $(PORT) --data-dir $(DATA_DIR)
+run: $(VENV)/.runtime ## start the whole system here, with nothing else installed (PORT=8008 DATA_DIR=.data)
+	@exec $(BIN)/gpuorch dev $(if $(PORT),--port $(PORT)) $(if $(DATA_DIR),--data-dir $(DATA_DIR))
 
 test: ready ## all tests, against private MariaDB, Redis, Valkey and Prometheus servers (ARGS="-x -k lease")
 	$(BIN)/python -m tests $(ARGS)

@@ -13,7 +13,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from orchestrator.jobs import OWNED, TERMINAL, Queued, Status
+from orchestrator.jobs import DEFAULT_LANE, OWNED, TERMINAL, Queued, Status
 from orchestrator.placement import Ask, GpuView, Placed, Refused, refusal, too_large_for_all
 from orchestrator.policies import WAITS_FOR_CAP, resume_command
 from orchestrator.pools import ASLEEP
@@ -23,6 +23,8 @@ from orchestrator.wording import telling_line
 MOST_GPUS = 64
 #: Types of jobs that are named beside the one that nobody runs.
 MOST_TYPES = 12
+#: From here on a moment is told by the clock: nobody counts so many seconds.
+MANY_SECONDS = 3600.0
 
 
 class Why(StrEnum):
@@ -100,8 +102,9 @@ class Facts:
     #: Jobs of the lane before it; with `ahead_at_least`, there may be more.
     ahead: int = 0
     ahead_at_least: bool = False
-    #: Mean seconds of the lane's last jobs; None when none has ended yet.
+    #: Mean seconds of the lane's last jobs, and for how long those that run have by now; None when there are none.
     run_s: float | None = None
+    running_s: float | None = None
 
     @property
     def able(self) -> list[Team]:
@@ -110,6 +113,14 @@ class Facts:
     @property
     def slots(self) -> int:
         return sum(team.slots for team in self.able)
+
+    @property
+    def free_slots(self) -> int:
+        return sum(max(team.slots - team.busy, 0) for team in self.able)
+
+    @property
+    def full_cap(self) -> Cap | None:
+        return next((cap for cap in self.caps if cap.full), None)
 
 
 @dataclass(frozen=True)
@@ -195,7 +206,7 @@ def _delayed(facts: Facts) -> Found:
     job = facts.job
     if job["queued"] != Queued.DELAYED:
         return None
-    soon = f"in {facts.due_in_s:.1f} s" if facts.due_in_s > 0 else "at any moment"
+    soon = _when(facts)
     if job["wait_reason"]:
         # What was true when it was put off may be so no more; what would not let it run now is told first.
         by_now = _no_worker(facts) or _no_handler(facts) or _no_gpu(facts)
@@ -204,6 +215,14 @@ def _delayed(facts: Facts) -> Found:
         failed = f"attempt {job['attempts']} of {job['max_attempts']} failed ({job['error_kind']})"
         return Why.RETRY_PAUSE, f"{failed}; the next begins {soon}"
     return Why.NOT_BEFORE, f"it was submitted for later; it is due {soon}"
+
+
+def _when(facts: Facts) -> str:
+    if facts.due_in_s <= 0:
+        return "at any moment"
+    if facts.due_in_s < MANY_SECONDS:
+        return f"in {facts.due_in_s:.1f} s"
+    return f"at {facts.job['not_before']:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _no_worker(facts: Facts) -> Found:
@@ -217,7 +236,10 @@ def _no_worker(facts: Facts) -> Found:
     if facts.drained:
         names, one = ", ".join(facts.drained), facts.drained[0] if len(facts.drained) == 1 else "NODE"
         return Why.NO_WORKER, f"no live worker serves pool {lane}; drained: {names} (gpuorch nodes resume {one})"
-    start = f"start one: gpuorch worker --pool {lane}; if one runs, its log says why it does not come up"
+    start = f"start one: gpuorch worker --pool {lane}"
+    if lane != DEFAULT_LANE:
+        start += f", or let those that serve any have it: gpuorch pools create {lane} --type {facts.job['type']}"
+    start += "; if one runs, its log says why it does not come up"
     return Why.NO_WORKER, f"no live worker serves pool {lane}; {start}"
 
 
@@ -232,7 +254,7 @@ def _no_handler(facts: Facts) -> Found:
 
 
 def _cap_full(facts: Facts) -> Found:
-    cap = next((cap for cap in facts.caps if cap.full), None)
+    cap = facts.full_cap
     return None if cap is None else (Why.CAP_FULL, f"{cap.in_use} of {cap.most} jobs with key {cap.key} run")
 
 
@@ -246,7 +268,7 @@ def _no_gpu(facts: Facts) -> Found:
 
 def _in_line(facts: Facts) -> Found:
     least = "at least " if facts.ahead_at_least else ""
-    free = sum(max(team.slots - team.busy, 0) for team in facts.able)
+    free = facts.free_slots
     if facts.job["queued"] == Queued.ANNOUNCED:
         return Why.NEXT, f"it is announced, {facts.ahead} before it; {free} of {facts.slots} slots are free"
     return Why.IN_LINE, f"{least}{facts.ahead} jobs are before it; {free} of {facts.slots} slots are free"
@@ -266,13 +288,22 @@ _QUESTIONS: tuple[Callable[[Facts], Found], ...] = (
 
 
 def _starts_in(facts: Facts, reason: Why) -> float | None:
-    """When its turn comes if the jobs before it take as long as the last ones did; None when nobody can know."""
-    if reason not in _PASSING or (reason is Why.CAP_FULL and not facts.run_s):
+    """When its turn comes if the jobs before it take as long as the last ones did; None when nobody can know.
+
+    Of those that run now at least as long as they have already: brief ones that ended say nothing of a long one.
+    """
+    if reason not in _PASSING:
         return None
-    turns = facts.ahead / facts.slots
-    if turns and facts.run_s is None:
+    at_once = facts.slots
+    to_end = facts.ahead + (not facts.free_slots)
+    if cap := facts.full_cap:
+        at_once = min(at_once, cap.most)
+        to_end = facts.ahead + 1
+    known = [seconds for seconds in (facts.run_s, facts.running_s) if seconds is not None]
+    if to_end and not (known and at_once):
         return None
-    return round(max(facts.due_in_s, turns * (facts.run_s or 0.0)), 3)
+    turns_s = to_end / at_once * max(known) if to_end else 0.0
+    return round(max(facts.due_in_s, turns_s), 3)
 
 
 def as_document(facts: Facts, answer: Explanation, now: datetime) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Models:
         """A model that says that it is not there any more is not kept, and loaded anew for the next job."""
         model = (ctx.type, ctx.model_id)
         healthy = getattr(self._warm[model][0], "healthy", None) if model in self._warm else None
-        if healthy is not None and not healthy():
+        if healthy is not None and not _well(healthy()):
             self._unload(model)
 
     def unload_all(self) -> None:
@@ -60,3 +60,8 @@ class Models:
         instance, _ = self._warm.pop(model)
         if hasattr(instance, "unload"):
             instance.unload()
+
+
+def _well(said: object) -> bool:
+    """Who says nothing has no complaint: a method without a `return` must not load the model for each job."""
+    return said is None or bool(said)

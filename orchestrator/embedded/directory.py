@@ -63,7 +63,7 @@ def require_redis_of_holder(settings: Settings) -> None:
     if file is None or file != database_file(file.parent):
         return
     if (holder := _holder(file.parent)) and settings.redis_url != _address(file.parent):
-        instead = "choose another database, or its Redis too; `gpuorch dev --handlers MODULE` runs handlers of yours"
+        instead = "give it your handlers (ORCH_WORKER_HANDLERS=MODULE make run), or choose another database_url here"
         raise _in_use(file.parent, holder, instead)
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, func, select
 
 from orchestrator.errors import JobNotFound
 from orchestrator.explanation import Cap, Facts, Team
-from orchestrator.jobs import DEFAULT_LANE, Queued, Status
+from orchestrator.jobs import DEFAULT_LANE, OWNED, Queued, Status
 from orchestrator.jsontext import listed
 from orchestrator.leases import LeaseRequest, LeaseState, Terms
 from orchestrator.placement import Cluster, refused_mb
@@ -22,7 +22,7 @@ from orchestrator.policies import Book, keys_of
 from orchestrator.pools import OPEN
 from orchestrator.store import gpus, workflows
 from orchestrator.store.blocked import TASKS
-from orchestrator.store.dialect import seconds_since, utc_now
+from orchestrator.store.dialect import seconds_since, utc_now, walking
 from orchestrator.store.schema import (
     LIVE_WORKERS,
     concurrency_caps,
@@ -73,6 +73,7 @@ def look(conn: Connection, job_id: str, book: Book, terms: Terms) -> tuple[Facts
         ahead=min(ahead, MOST_AHEAD),
         ahead_at_least=ahead > MOST_AHEAD,
         run_s=_mean_run(conn, row.lane),
+        running_s=_mean_running(conn, row.lane),
         warm_slots=_warm_slots(conn, row, crew),
         **_placement(conn, row, pool, crew, terms),
     )
@@ -197,3 +198,10 @@ def _mean_run(conn: Connection, lane: str) -> float | None:
     mean = select(func.avg(results.c.run_seconds)).join(last, results.c.job_id == last.c.job_id)
     found = conn.execute(mean.where(last.c.lane == lane)).scalar()
     return None if found is None else float(found)
+
+
+def _mean_running(conn: Connection, lane: str) -> float | None:
+    running = select(seconds_since(jobs.c.claimed_at).label("age_s"))
+    some = running.where(jobs.c.status.in_(sorted(OWNED)), jobs.c.lane == lane).limit(RECENT)
+    found = conn.execute(select(func.avg(walking(some, jobs, "ix_jobs_status").subquery().c.age_s))).scalar()
+    return None if found is None else max(float(found), 0.0)

@@ -1,5 +1,7 @@
 """Why a job waits, by the database: what is said is what publisher and claim would do."""
 
+from datetime import timedelta
+
 import pytest
 from sqlalchemy import insert, update
 
@@ -11,7 +13,7 @@ from orchestrator.pools import PoolSpec
 from orchestrator.store import crews, explanation, outbox, paging, policies, pools, schema
 from orchestrator.store.claim import Claim, NotClaimed
 from tests.conftest import empty
-from tests.factories import STALE_S, gpu, hire, many_jobs, rows_read, set_job, submit
+from tests.factories import STALE_S, gpu, hire, many_jobs, now, rows_read, set_job, submit
 
 TERMS = Terms(STALE_S)
 
@@ -55,6 +57,18 @@ def test_from_submit_to_end(db):
     hand.finish(claim)
     assert why(db, first).reason is Why.ENDED
     assert why(db, second).starts_in_s is not None
+
+
+def test_a_long_job_that_runs_says_how_long_jobs_take(db):
+    brief, long, waits = submit(db, 3)
+    hand = hire(db, slots=1)
+    (claim,) = hand.claim(brief)
+    hand.finish(claim)
+    hand.claim(long)
+    hand.beat(busy=1)
+    assert why(db, waits).starts_in_s < 10
+    set_job(db, long, claimed_at=now(db) - timedelta(seconds=40))
+    assert 40 <= why(db, waits).starts_in_s < 50
 
 
 def test_memory_is_told_as_the_claim_tells_it(db):

@@ -1,6 +1,7 @@
 """Why a job waits: one reason, the one that would stop it first."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import combinations
 from typing import Any
@@ -172,6 +173,11 @@ def test_what_it_waits_for_outside_of_its_lane(fields, why, words):
     assert answer.reason is why and words in answer.message
 
 
+def test_a_moment_that_is_far_is_told_by_the_clock():
+    later = job(queued="delayed", not_before=datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC))
+    assert explain(facts(job=later, due_in_s=7200.0)).message.endswith("it is due at 2030-01-02 03:04:05 UTC")
+
+
 def test_a_gate_is_told_as_the_leader_saw_it_last():
     waiting = job(queued="blocked", blocked_on="quiet", wait_reason="waits until it is quiet")
     answer = explain(facts(job=waiting, gate="GPUs are 80 % busy"))
@@ -191,12 +197,32 @@ def test_who_can_do_without_free_memory_is_not_told_of_it(relief):
 
 def test_its_place_and_when_its_turn_comes():
     answer = explain(facts(ahead=8, run_s=3.0))
-    assert (answer.reason, answer.position, answer.starts_in_s) == (Why.IN_LINE, 9, 6.0)
+    assert (answer.reason, answer.position, answer.starts_in_s) == (Why.IN_LINE, 9, 6.75)
     assert "0 of 4 slots are free" in answer.message
     assert explain(facts(ahead=8)).starts_in_s is None
     assert explain(facts(ahead=8, ahead_at_least=True)).message.startswith("at least 8")
     announced = explain(facts(job=job(queued="announced"), run_s=3.0))
-    assert (announced.reason, announced.position, announced.starts_in_s) == (Why.NEXT, 1, 0.0)
+    assert (announced.reason, announced.position, announced.starts_in_s) == (Why.NEXT, 1, 0.75)
+
+
+def test_the_first_in_line_starts_now_only_where_a_slot_is_free():
+    idle = replace(ECHO, busy=3)
+    assert explain(facts(teams=[idle])).starts_in_s == 0.0
+    assert explain(facts(teams=[idle], ahead=8, run_s=3.0)).starts_in_s == 6.0
+    assert explain(facts()).starts_in_s is None
+
+
+def test_what_runs_for_longer_than_the_last_ones_did_is_no_moment_from_its_end():
+    assert explain(facts(run_s=0.01, running_s=40.0)).starts_in_s == 10.0
+    assert explain(facts(run_s=60.0, running_s=40.0)).starts_in_s == 15.0
+    assert explain(facts(running_s=40.0)).starts_in_s == 10.0
+
+
+def test_the_next_under_a_full_cap_starts_when_one_of_those_ends():
+    idle = {"teams": [replace(ECHO, busy=2)], **OBSTACLES[Why.CAP_FULL]}
+    assert explain(facts(**idle, run_s=0.01, running_s=40.0)).starts_in_s == 20.0
+    assert explain(facts(**idle, ahead=5, run_s=40.0)).starts_in_s == 120.0
+    assert explain(facts(**idle)).starts_in_s is None
 
 
 def test_a_pool_at_zero_is_no_reason_to_do_anything():
@@ -214,7 +240,11 @@ def test_a_pool_at_zero_is_no_reason_to_do_anything():
         ),
         ({"drained": ["n1"]}, "; drained: n1 (gpuorch nodes resume n1)"),
         ({"drained": ["n1", "n2"]}, "; drained: n1, n2 (gpuorch nodes resume NODE)"),
-        ({}, "; start one: gpuorch worker --pool "),
+        ({}, "; start one: gpuorch worker --pool default; if one runs"),
+        (
+            {"job": job(lane="chat")},
+            ", or let those that serve any have it: gpuorch pools create chat --type echo; if one runs",
+        ),
     ],
 )
 def test_where_nobody_serves_it_is_told_what_is_known_of_that(given, words):

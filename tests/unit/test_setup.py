@@ -33,6 +33,16 @@ def test_make_run_installs_the_locked_versions_and_starts_the_installed_command(
     assert "requirements-dev" not in "\n".join(told)
 
 
+def test_make_run_leaves_what_nobody_gave_it_to_the_settings():
+    """An ORCH_PORT that it passed over would be told by nobody."""
+    make = ["make", "-n", "run"]
+    ours = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS", "PORT", "DATA_DIR"))
+    }
+    told = subprocess.run(make, cwd=ROOT, env=ours, capture_output=True, text=True, check=True).stdout
+    assert told.splitlines()[-1].strip() == "exec .venv/bin/gpuorch dev"
+
+
 class Machine:
     """Programs, and a policy of services, of its own: the script runs as it is, but for two paths."""
 

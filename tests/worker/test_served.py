@@ -602,7 +602,7 @@ class Fragile:
     """A handler that may break, and says so."""
 
     log: list[str] = []  # noqa: RUF012 - emptied by each test
-    well = True
+    well: bool | None = True
 
     def load(self, ctx):
         self.log.append("load")
@@ -650,6 +650,13 @@ def test_a_model_that_broke_while_idle_is_loaded_anew(attempt):
     Fragile.well = False
     assert attempt("{}")["outcome"] == "done"
     assert Fragile.log == ["load", "unload", "load"]
+
+
+def test_a_model_that_does_not_say_how_it_is_stays_loaded(attempt):
+    for _ in range(3):
+        Fragile.well = None
+        assert attempt("{}")["keeps"]
+    assert Fragile.log == ["load"]
 
 
 def test_a_model_that_broke_with_its_job_is_not_kept(attempt):
