@@ -22,7 +22,7 @@ WEIGHT = 1 / 16
 #: So many of them since the last that was not, and the next are expected to be like them.
 IN_A_ROW = 64
 #: Jobs claimed at once, for each slot that is not busy with something longer.
-AHEAD = 2
+AHEAD = 4
 #: Seconds after which others may have a job that found no slot.
 PATIENCE_S = 0.25
 #: Since when those wait that nobody shall run.

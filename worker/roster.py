@@ -121,7 +121,12 @@ class Roster:
     def _room(self) -> int:
         if not self._ahead:
             return max(len(self._free) - len(self._hand), 0)
-        return 0 if self._hand else AHEAD * sum(not slot.slow for slot in self._staying())
+        return 0 if self._well_filled else AHEAD * sum(not slot.slow for slot in self._staying())
+
+    @property
+    def _well_filled(self) -> bool:
+        """Whether slots have more to do than one job each: about as long as the next claim takes."""
+        return len(self._hand) > len(self._slots)
 
     @property
     def _ahead(self) -> bool:
@@ -186,7 +191,7 @@ class Roster:
             return
         slot.take(batch)
         slot.send_jobs(batch)
-        if not self._hand:
+        if not self._well_filled:
             self._changed.notify_all()
 
     def cancel(self, job_id: str, attempt: int) -> None:

@@ -1,5 +1,6 @@
 """Jobs claimed ahead: when, how many, which slot gets which, and what becomes of those that find none."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from orchestrator.leases import ResidentSlot
 from orchestrator.store.claim import Claim
+from tests.waiting import wait_until
 from worker.hand import AHEAD, BRIEF_S, IN_A_ROW, PATIENCE_S, SMALL, Hand, is_plain
 from worker.handlers import Batching
 from worker.roster import Roster
@@ -149,17 +151,32 @@ def test_there_is_room_for_as_many_as_slots_are_free_until_jobs_are_known_to_be_
     assert roster.wait_room(0.0) == 2 * AHEAD
 
 
-def test_ahead_there_is_room_again_when_the_hand_is_empty(roster):
+def test_ahead_there_is_room_again_while_each_slot_has_one_job_left(roster):
+    """The next claim takes about as long as those do: with an empty hand slots would wait for it."""
     open_hand(roster)
     first, second = roster._slots
-    for name in "abcd":
+    for name in "abcde":
         assert roster.dispatch(job(name))
-    assert roster.wait_room(0.0) == 0
+    assert len(roster._hand) == 3 and roster.wait_room(0.0) == 0
     roster._release(first)
-    assert roster.wait_room(0.0) == 0
-    roster._release(second)
+    assert len(roster._hand) == 2 and roster.wait_room(0.0) == 2 * AHEAD
+    for slot in (second, first):
+        roster._release(slot)
     assert roster.wait_room(0.0) == 2 * AHEAD
-    assert sorted(first.sent + second.sent) == ["a", "b", "c", "d"] and not roster._free
+    assert sorted(first.sent + second.sent) == ["a", "b", "c", "d", "e"] and not roster._free
+
+
+def test_whoever_waits_for_room_is_woken_when_the_hand_runs_low(roster):
+    open_hand(roster)
+    for name in "abcde":
+        roster.dispatch(job(name))
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.append(roster.wait_room(60.0)), name="waits-for-room", daemon=True)
+    waiting.start()
+    wait_until(lambda: roster._changed._waiters, what="somebody waits")
+    roster._release(roster._slots[0])
+    waiting.join(10)
+    assert found == [2 * AHEAD]
 
 
 def test_slots_with_longer_jobs_are_not_counted(roster):
