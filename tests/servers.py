@@ -297,6 +297,8 @@ class MariaDB(Server):
             # What Debian's configuration sets; without any configuration the default is latin1.
             "--character-set-server=utf8mb4",
             "--collation-server=utf8mb4_general_ci",
+            # Where servers run in UTC, nothing would notice a local time among our moments.
+            "--default-time-zone=+05:30",
             "--innodb-flush-log-at-trx-commit=1",
             "--innodb-buffer-pool-size=128M",
             "--max-connections=300",
