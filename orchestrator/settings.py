@@ -222,6 +222,7 @@ class Relation:
     why: str
     reserve: str | None = None
     margin: float = 0.0
+    unit: str = "s"
 
     @property
     def keys(self) -> list[str]:
@@ -236,7 +237,7 @@ class Relation:
     def message(self, settings: Settings) -> str:
         values = ", ".join(f"{key} = {getattr(settings, key)}" for key in self.keys)
         factor = f" times {self.times:g}" if self.times > 1 else ""
-        plus = f" plus {self.margin:g} s" if self.margin else ""
+        plus = f" plus {self.margin:g} {self.unit}" if self.margin else ""
         less, or_lower = (f" less {self.reserve}", f" or {self.reserve}") if self.reserve else ("", "")
         rule = f"{self.short}{factor}{plus} must not exceed {self.long}{less}"
         return f"{values}: {rule} ({self.why}); raise {self.long} or lower {self.short}{or_lower}"
@@ -246,6 +247,15 @@ RELATIONS = (
     Relation("worker_heartbeat_s", 3, "worker_timeout_s", "two lost heartbeats are no death"),
     Relation("lease_ttl_s", 1, "lease_ttl_max_s", "the default lease must itself be allowed"),
     Relation("gpu_sample_s", 3, "gpu_stale_s", "two lost samples must not close the gate"),
+    Relation(
+        "gpu_gate_hysteresis_pct",
+        1,
+        "gpu_mem_gate_pct",
+        "a closed gate must open when its GPU is idle, which is never quite empty",
+        # What drivers, and a desktop on a small one, use of an idle GPU.
+        margin=10,
+        unit="%",
+    ),
     Relation("leader_interval_s", 3, "leader_ttl_s", "two renewals may be lost", reserve="leader_trust_margin_s"),
     # Its answer comes at the end of BLOCK, and then has its way to us.
     Relation("redis_block_ms", 1, "redis_timeout_s", "an idle read is no dead server", margin=0.5),

@@ -262,7 +262,7 @@ def _over(gpu: Gpu, pct: int) -> bool:
 
 def _gate_closed_at(new: Any, gate: Gate) -> Any:
     """Closed again, still closed (too full to open, or not for long enough), or open."""
-    low = max(gate.pct - gate.hysteresis_pct, 0)
+    low = gate.pct - gate.hysteresis_pct
     stays = or_(new.used_mb * 100 > new.total_mb * low, gpus.c.gate_closed_at > utc_shift(-gate.hold_s))
     return case((new.gate_closed_at.is_not(None), new.gate_closed_at), (stays, gpus.c.gate_closed_at), else_=None)
 

@@ -150,7 +150,7 @@ def test_no_setting_is_documented_that_does_not_exist():
 
 def relation_line(relation: settings.Relation) -> str:
     factor = f" × {relation.times:g}" if relation.times > 1 else ""
-    margin = f" + {relation.margin:g} s" if relation.margin else ""
+    margin = f" + {relation.margin:g} {relation.unit}" if relation.margin else ""
     reserve = f" − `{relation.reserve}`" if relation.reserve else ""
     return f"- `{relation.short}`{factor}{margin} ≤ `{relation.long}`{reserve}: {relation.why}"
 

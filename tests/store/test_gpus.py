@@ -190,16 +190,6 @@ def test_the_hold_begins_anew_whenever_it_is_too_full_again(db):
     assert gated(db)
 
 
-def test_a_gate_of_little_with_a_wide_hysteresis_can_open(db):
-    gate = Gate(3, hysteresis_pct=5, hold_s=0.0)
-    record(db, used(301), gate=gate)
-    assert gated(db)
-    record(db, used(1), gate=gate)
-    assert gated(db)
-    record(db, used(0), gate=gate)
-    assert not gated(db)
-
-
 # --- accounts ---
 
 

@@ -434,6 +434,7 @@ BROKEN = [
     ({"worker_heartbeat_s": 3.4}, "worker_heartbeat_s = 3.4, worker_timeout_s = 10.0: "),
     ({"lease_ttl_max_s": 59.0}, "lease_ttl_s = 60.0, lease_ttl_max_s = 59.0: "),
     ({"gpu_sample_s": 1.7}, "gpu_sample_s = 1.7, gpu_stale_s = 5.0: "),
+    ({"gpu_mem_gate_pct": 14}, "gpu_gate_hysteresis_pct = 5, gpu_mem_gate_pct = 14: "),
     (
         {"leader_trust_margin_s": 8.6},
         "leader_interval_s = 0.5, leader_ttl_s = 10.0, leader_trust_margin_s = 8.6: ",
@@ -473,6 +474,7 @@ def test_every_relation_has_a_case():
         {"lease_ttl_s": 0.1},  # clients' alone
         {"lease_ttl_max_s": 60.0},
         {"gpu_sample_s": 0.1, "gpu_stale_s": 0.3},
+        {"gpu_mem_gate_pct": 60, "gpu_gate_hysteresis_pct": 50},
         {"leader_trust_margin_s": 8.5},
         {"redis_block_ms": 4500},
         {"claim_idle_ms": 4000},
@@ -498,6 +500,11 @@ def test_the_message_of_a_relation():
     assert the_refusal(cli={"redis_block_ms": 4999}) == (
         "redis_block_ms = 4999, redis_timeout_s = 5.0: redis_block_ms plus 0.5 s must not exceed redis_timeout_s "
         "(an idle read is no dead server); raise redis_timeout_s or lower redis_block_ms"
+    )
+    assert the_refusal(cli={"gpu_mem_gate_pct": 60, "gpu_gate_hysteresis_pct": 65}) == (
+        "gpu_gate_hysteresis_pct = 65, gpu_mem_gate_pct = 60: gpu_gate_hysteresis_pct plus 10 % must not exceed "
+        "gpu_mem_gate_pct (a closed gate must open when its GPU is idle, which is never quite empty); "
+        "raise gpu_mem_gate_pct or lower gpu_gate_hysteresis_pct"
     )
 
 
