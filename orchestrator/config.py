@@ -42,6 +42,8 @@ from orchestrator.wording import in_our_words
 
 #: Where a value came from that nobody gave.
 DEFAULT = "default"
+#: The same of a database that follows a data directory which somebody gave.
+IN_DATA_DIR = f"{DEFAULT}, in data_dir"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Loaded:
     sources: dict[str, str]
 
     def nobody_gave(self, *keys: str) -> bool:
-        return all(self.sources[key] == DEFAULT for key in keys)
+        return all(self.sources[key] in {DEFAULT, IN_DATA_DIR} for key in keys)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def _local_database(given: Mapping[str, Given]) -> dict[str, Given]:
     if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
         return {}  # the usual one, or none that could be one
     url = local_database(Path(directory))
-    return {"database_url": Given(url, DEFAULT, url)}
+    return {"database_url": Given(url, IN_DATA_DIR, url)}
 
 
 def local_database(data_dir: Path) -> str:
@@ -157,7 +159,7 @@ def _validate(given: Mapping[str, Given], doubtful: Iterable[str], problems: lis
         settings = Settings.model_validate(values, context=FIELDS_ONLY)
     except ValidationError as error:
         details = [(str(d["loc"][0]), _located(d["loc"], in_our_words(d))) for d in error.errors()]
-        problems += [_field_message(key, given[key], message) for key, message in details]
+        problems += [_field_message(key, given, message) for key, message in details]
         refused = {key for key, _ in details}
         rest = {key: value for key, value in values.items() if key not in refused}
         settings, bad = Settings.model_validate(rest, context=FIELDS_ONLY), bad | refused
@@ -171,7 +173,14 @@ def _located(path: tuple[int | str, ...], message: str) -> str:
     return f"{inside}: {message}" if inside else message
 
 
-def _field_message(key: str, item: Given, message: str) -> str:
+def _field_message(key: str, given: Mapping[str, Given], message: str) -> str:
+    """About what somebody gave: of a database that follows its directory, the directory."""
+    item = given[key]
+    if item.source == IN_DATA_DIR:
+        advice = "choose another directory, or give database_url"
+        return _field_message(
+            "data_dir", given, f"the database there, {_shown(key, item.written)}, {message}; {advice}"
+        )
     return f"{key} = {_shown(key, item.written)} ({item.source}): {message}"
 
 

@@ -200,8 +200,9 @@ class Settings(BaseModel):
 
     def environment(self) -> dict[str, str]:
         """Variables that give a child process these very settings. They hold the passwords."""
-        values = {key: getattr(self, key) for key in FIELDS}
-        return {variable(key): to_text(v) for key, v in values.items() if v != FIELDS[key].default}
+        # Always the database: one that is not named lies in the data directory, and need not be this one.
+        told = [key for key in FIELDS if key == "database_url" or getattr(self, key) != FIELDS[key].default]
+        return {variable(key): to_text(getattr(self, key)) for key in told}
 
 
 FIELDS = Settings.model_fields
@@ -279,7 +280,22 @@ def _number(settings: Settings, key: str) -> float:
 def broken_relations(settings: Settings, doubtful: Iterable[str] = ()) -> list[str]:
     """A message per broken relation, save those with a key whose value is not really known."""
     unknown = set(doubtful)
-    return [r.message(settings) for r in RELATIONS if unknown.isdisjoint(r.keys) and not r.holds(settings)]
+    broken = [r.message(settings) for r in RELATIONS if unknown.isdisjoint(r.keys) and not r.holds(settings)]
+    return broken + (_broken_rules(settings) if unknown.isdisjoint({"retry_by_type", "retry_base_s"}) else [])
+
+
+def _broken_rules(settings: Settings) -> list[str]:
+    """Rules by type with a longest wait below the first; one that says a longer first wait alone means it."""
+    broken = []
+    for job_type, rule in settings.retry_by_type.items():
+        key, base_s = ("base_s", rule.base_s) if rule.base_s else ("retry_base_s", settings.retry_base_s)
+        if rule.cap_s and rule.cap_s < base_s:
+            values = f"{key} = {base_s}, cap_s = {rule.cap_s}"
+            broken.append(
+                f"retry_by_type.{job_type}: {values}: the first wait is not above the longest;"
+                " raise cap_s or lower base_s there"
+            )
+    return broken
 
 
 # Text, as the environment has it.

@@ -118,10 +118,18 @@ def test_a_database_that_nobody_named_lies_in_the_data_directory(tmp_path, monke
     }.items():
         loaded = load(environ={"ORCH_DATA_DIR": where})
         assert (loaded.settings.database_url, loaded.nobody_gave("database_url")) == (url, True)
+        assert loaded.sources["database_url"] == "default, in data_dir"
     named = load(environ={"ORCH_DATA_DIR": "there", "ORCH_DATABASE_URL": "sqlite:///a.db"})
     assert (named.settings.database_url, named.nobody_gave("database_url")) == ("sqlite:///a.db", False)
-    with pytest.raises(ConfigError, match=r"'sqlite:////a b/orchestrator.db' \(default\): must hold no whitespace"):
-        load(environ={"ORCH_DATA_DIR": "/a b"})
+
+
+def test_a_data_directory_that_can_hold_no_database_is_what_is_refused():
+    """Nobody gave a database_url to mend."""
+    assert the_refusal(environ={"ORCH_DATA_DIR": "/a b"}) == (
+        "data_dir = '/a b' (environment ORCH_DATA_DIR): the database there, 'sqlite:////a b/orchestrator.db', "
+        "must hold no whitespace and no control characters; choose another directory, or give database_url"
+    )
+    assert load(environ={"ORCH_DATA_DIR": "/a b", "ORCH_DATABASE_URL": MARIADB}).settings.data_dir == Path("/a b")
 
 
 # Unknown names.
@@ -166,7 +174,7 @@ def test_rules_by_type_are_a_table_in_the_file_and_json_elsewhere(config):
 
 def test_rules_by_type_survive_the_way_to_a_child():
     settings = Settings(retry_by_type=RULES)
-    assert settings.environment().keys() == {"ORCH_RETRY_BY_TYPE"}
+    assert settings.environment().keys() == {"ORCH_DATABASE_URL", "ORCH_RETRY_BY_TYPE"}
     assert load(environ=settings.environment()).settings == settings
     shown = {row.field: row.value for row in describe(Loaded(settings, dict.fromkeys(FIELDS, "default")))}
     assert shown["retry_by_type"] == RULES_TEXT
@@ -198,6 +206,30 @@ def test_rules_by_type_survive_the_way_to_a_child():
 def test_rules_by_type_that_make_no_sense_are_refused(text):
     """BI-7, BI-22."""
     assert the_refusal(environ={"ORCH_RETRY_BY_TYPE": text}).startswith("retry_by_type = ")
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [
+        ('{"base_s": 100, "cap_s": 1}', "base_s = 100.0, cap_s = 1.0"),
+        ('{"cap_s": 0.5}', "retry_base_s = 1.0, cap_s = 0.5"),
+    ],
+)
+def test_the_longest_wait_of_a_rule_is_not_below_its_first(rule, values):
+    assert the_refusal(environ={"ORCH_RETRY_BY_TYPE": f'{{"good": {{"cap_s": 1}}, "bad": {rule}}}'}) == (
+        f"retry_by_type.bad: {values}: the first wait is not above the longest; raise cap_s or lower base_s there"
+    )
+    with pytest.raises(ValidationError):
+        Settings(retry_by_type={"bad": RetryRule.model_validate_json(rule)})
+
+
+def test_a_rule_that_only_says_a_longer_first_wait_means_it():
+    assert load(environ={"ORCH_RETRY_BY_TYPE": '{"slow": {"base_s": 600}}'}).settings.retry_by_type
+
+
+def test_a_rule_is_not_measured_by_a_refused_value():
+    environ = {"ORCH_RETRY_BY_TYPE": '{"a": {"cap_s": 0.5}}', "ORCH_RETRY_BASE_S": "soon"}
+    assert the_refusal(environ=environ).startswith("retry_base_s = 'soon'")
 
 
 def test_a_wrong_rule_is_named():
@@ -639,8 +671,13 @@ CHANGED: dict[str, Any] = {
 }
 
 
-def test_defaults_need_no_environment():
-    assert Settings().environment() == {}
+def test_of_the_defaults_only_the_database_is_told():
+    assert Settings().environment() == {"ORCH_DATABASE_URL": "sqlite:///.data/orchestrator.db"}
+
+
+def test_a_child_with_another_data_directory_gets_the_database_that_was_chosen():
+    settings = load({"data_dir": "x", "database_url": Settings().database_url}, environ={}).settings
+    assert load(environ=settings.environment()).settings == settings
 
 
 def test_environment_gives_the_same_settings():
@@ -654,7 +691,8 @@ def test_every_number_survives_the_round_trip():
     changes: dict[Any, Any] = {int: lambda number: number - 1, float: lambda number: number * 0.9}
     fields = {key: field for key, field in FIELDS.items() if field.annotation in changes}
     settings = Settings(**{key: changes[field.annotation](field.default) for key, field in fields.items()})
-    assert len(settings.environment()) == len(fields) > 25
+    assert settings.environment().keys() - {"ORCH_DATABASE_URL"} == {f"ORCH_{key.upper()}" for key in fields}
+    assert len(fields) > 25
     assert load(environ=settings.environment()).settings == settings
 
 
