@@ -29,7 +29,7 @@ _UNABLE = {126: "is not to be executed", 127: "command not found"}
 @click.option("--gpu-count", type=click.IntRange(1), default=1, show_default=True, help="GPUs with that much, each.")
 @click.option("--cpu-fallback", is_flag=True, help="Run without a GPU rather than wait for one.")
 @click.option("--agent", help="On whose behalf.  [default: the user]")
-@click.option("--node", "node_id", envvar="ORCH_NODE_ID", help="This machine among the nodes.  [default: host name]")
+@click.option("--node", "node_id", help="This machine among the nodes.  [default: setting node_id, or host name]")
 @click.option(
     "--ttl",
     "ttl_seconds",

@@ -6,7 +6,6 @@ import getpass
 import logging
 import os
 import random
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,9 @@ from orchestrator.client.paths import lease_path
 from orchestrator.client.patience import AWAY_S, BUSY, RETRY_S
 from orchestrator.client.steps import Operation, Pause, Request
 from orchestrator.client.wire import Contact
+from orchestrator.config import load
 from orchestrator.errors import OrchestratorError
+from orchestrator.identity import node_id
 from orchestrator.names import is_name
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ MARGIN, MARGIN_MAX_S = 0.2, 5.0
 
 
 def this_node() -> str:
-    """The name that the worker of this machine registers it under."""
-    return os.environ.get("ORCH_NODE_ID") or socket.gethostname()
+    """The name that the worker of this machine registers it under. Raises ConfigError when the settings are wrong."""
+    return node_id(load().settings)
 
 
 def this_user() -> str:

@@ -223,8 +223,8 @@ def lease(min_memory_mb: int, *, url: str | None = None, **options: Unpack[Lease
     Take it before the first call of CUDA: inside, CUDA_VISIBLE_DEVICES names the leased GPUs (nothing, for a lease of
     the CPU), for this process and those it starts. It is renewed by itself and released at the end of the block.
 
-    agent, node_id, url: who asks (default: the user), for which machine (ORCH_NODE_ID, or the name of this host: a
-    lease is of use only where the process runs), which server (GPUORCH_URL, or the local one).
+    agent, node_id, url: who asks (default: the user), for which machine (the setting node_id, or the name of this
+    host: a lease is of use only where the process runs), which server (GPUORCH_URL, or the local one).
     gpu_count, cpu_fallback: on how many GPUs (1), or on the CPU if there is no room.
     ttl_seconds: how long the memory stays taken when this process dies (60).
     wait_s: how long to wait for room; None, the default, waits for as long as it takes, 0 asks once. `on_wait` is told
@@ -239,7 +239,7 @@ def lease(min_memory_mb: int, *, url: str | None = None, **options: Unpack[Lease
     A forked child works under its parent's lease: the threads that keep it do not exist there, nothing is raised, and
     leaving the block releases nothing. Let the parent end its children when it loses the lease.
 
-    Raises LeaseDenied, ServerUnreachable, or Refused when the request is wrong.
+    Raises LeaseDenied, ServerUnreachable, Refused when the request is wrong, or ConfigError when settings are.
     """
     wanted = Wanted(
         min_memory_mb=min_memory_mb,

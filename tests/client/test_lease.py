@@ -144,9 +144,14 @@ def test_what_a_lease_is_not_for(server: Orchestrator):
         lease(min_memory_mb=1)(coroutine)
 
 
-def test_the_defaults_are_this_machine_and_this_user(monkeypatch):
+def test_the_defaults_are_this_machine_and_this_user(monkeypatch, tmp_path):
     monkeypatch.delenv("ORCH_NODE_ID", raising=False)
     assert this_node() == socket.gethostname()
+    monkeypatch.setenv("ORCH_NODE_ID", "gpu-6")
+    assert this_node() == "gpu-6"
+    (tmp_path / "orchestrator.toml").write_text('node_id = "gpu-7"\n')
+    monkeypatch.setenv("ORCH_CONFIG", str(tmp_path / "orchestrator.toml"))
+    assert this_node() == "gpu-7", "as the worker here calls it: the file beats the environment"
     for name, agent in (("ann", "ann"), ("ann smith", "anonymous")):
         monkeypatch.setenv("LOGNAME", name)
         assert this_user() == agent

@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.cli import run
 from orchestrator.client import lease
-from tests.client.conftest import Orchestrator
+from tests.client.conftest import NODE, Orchestrator
 from tests.processes import alive, status
 from tests.proxy import Proxy
 from tests.servers import free_port
@@ -70,6 +70,20 @@ def test_the_command_sees_its_gpu_and_its_streams(start, server: Orchestrator):
     assert (row.memory_mb, row.ttl_seconds) == (4000, 60)
     assert ended(child, "through\n") == (7, "through\n", "oops\n")
     assert server.leases() == []
+
+
+@pytest.mark.parametrize("text", [f'node_id = "{NODE}"', "node_id = 7"])
+def test_the_machine_is_the_one_that_the_settings_name(start, monkeypatch: pytest.MonkeyPatch, tmp_path, text: str):
+    (tmp_path / "orchestrator.toml").write_text(text)
+    monkeypatch.setenv("ORCH_CONFIG", str(tmp_path / "orchestrator.toml"))
+    monkeypatch.setenv("ORCH_NODE_ID", "elsewhere")
+    code, said, complaint = ended(start("echo", "ran", flags=("--wait", "0")))
+    if NODE in text:
+        assert (code, said, complaint) == (0, "ran\n", "")
+    else:
+        assert (code, said) == (1, "") and "node_id = 7" in complaint
+    named = start("echo", "ran", flags=("--node", NODE, "--wait", "0"))
+    assert ended(named) == (0, "ran\n", ""), "who names it needs no settings"
 
 
 def test_flags_reach_the_lease_and_arguments_the_command(start, server: Orchestrator):
