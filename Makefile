@@ -16,7 +16,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.runtime ## start the whole system here, with nothing else installed (PORT=8008 DATA_DIR=.data)
-	@exec $(BIN)/gpuorch dev $(if $(PORT),--port $(PORT)) $(if $(DATA_DIR),--data-dir $(DATA_DIR))
+	@exec $(BIN)/gpuorch dev $(if $(PORT),--port $(PORT)) $(if $(DATA_DIR),--data-dir "$(DATA_DIR)")
 
 test: ready ## all tests, against private MariaDB, Redis, Valkey and Prometheus servers (ARGS="-x -k lease")
 	$(BIN)/python -m tests $(ARGS)

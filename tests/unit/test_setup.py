@@ -19,7 +19,7 @@ FORBIDDEN = "a service may start: 101"
 
 def test_make_run_installs_the_locked_versions_and_starts_the_installed_command(tmp_path):
     """The recipe, on a machine without any of it; tests/e2e/test_dev.py runs its last line."""
-    make = ["make", "-n", f"VENV={tmp_path}", "run", "PORT=8123", "DATA_DIR=/srv/data"]
+    make = ["make", "-n", f"VENV={tmp_path}", "run", "PORT=8123", "DATA_DIR=/srv/my data"]
     ours = {
         key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))
     }  # of the `make` that runs us
@@ -29,7 +29,7 @@ def test_make_run_installs_the_locked_versions_and_starts_the_installed_command(
         for part in (f"-m venv --clear {tmp_path}", "--requirement requirements.lock", "--editable .", "exec ")
     )
     assert creating < locked < editable < last
-    assert told[last] == f"exec {tmp_path}/bin/gpuorch dev --port 8123 --data-dir /srv/data"
+    assert told[last] == f'exec {tmp_path}/bin/gpuorch dev --port 8123 --data-dir "/srv/my data"'
     assert "requirements-dev" not in "\n".join(told)
 
 
