@@ -1,7 +1,8 @@
 """Fixtures of all tests: a clean environment and real servers.
 
 Servers start when the first test asks for one and are shared by the session. A server that is not installed
-skips its tests on a laptop and fails them when CI is set: there, a skip would pass for a success.
+skips its tests on a laptop and fails them when CI is set: there, a skip would pass for a success. What lies in
+../shared beside the project is no part of it: without it, tests that read it are skipped, and every run names them.
 """
 
 import gc
@@ -48,7 +49,7 @@ def _hear_signals() -> None:
 
 def pytest_configure() -> None:
     # Before any test module is imported: what a developer has exported must not decide what the tests see.
-    for name in [name for name in os.environ if name.startswith("ORCH_")]:
+    for name in [name for name in os.environ if name.startswith(("ORCH_", "GPUORCH_", "OTEL_"))]:
         del os.environ[name]
     # Tests start programs by the hundred: each would compile all of the source again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

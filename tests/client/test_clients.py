@@ -614,10 +614,11 @@ def test_an_async_iterable_is_taken_as_it_comes(api: Running, monkeypatch: pytes
 @pytest.mark.parametrize("what", ["submit_many", "wait", "as_completed"])
 def test_who_is_cancelled_leaves_nothing_running(api: Running, what: str) -> None:
     api.http.put("/policies/agents/polite", json={"rate": 0.01, "burst": 1}).raise_for_status()
+    told: list[str] = []
 
     async def consume(client: AsyncClient, job_id: str) -> None:
         if what == "submit_many":
-            await client.submit_many(jobs(5, agent="polite"), patience_s=1e6)
+            await client.submit_many(jobs(5, agent="polite"), patience_s=1e6, on_wait=told.append)
         elif what == "wait":
             await client.wait(job_id)
         else:
@@ -627,7 +628,7 @@ def test_who_is_cancelled_leaves_nothing_running(api: Running, what: str) -> Non
     async def scenario(client: AsyncClient) -> None:
         job_id = (await client.submit(JOB | {"agent": "polite"}))["job_id"]
         task = asyncio.create_task(consume(client, job_id))
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(wait_until, lambda: told or len(api.backend.waiters), what="it waits")
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task

@@ -293,8 +293,9 @@ def test_one_who_may_not_interrupt_waits_as_long_as_the_read_does_and_asks_once(
         hub.close()
 
 
-def test_a_server_that_is_gone_keeps_nobody_who_stops(private_server, patient):
-    server = private_server(Redis)
+@pytest.mark.parametrize("kind", [Redis, Valkey])
+def test_a_server_that_is_gone_keeps_nobody_who_stops(private_server, patient, kind):
+    server = private_server(kind)
     hub = Hub(patient(server.url))
     listener = lane_reader(hub)
     with server.client() as raw:

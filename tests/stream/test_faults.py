@@ -265,9 +265,10 @@ def _answers(lane):
 # --- failovers ---
 
 
-def test_a_demoted_primary_is_left_for_its_successor(private_server, settings):
+@pytest.mark.parametrize("kind", [Redis, Valkey])
+def test_a_demoted_primary_is_left_for_its_successor(private_server, settings, kind):
     """Its name leads to the new primary, but the connections there are stay with the old one, which is well."""
-    old, new = private_server(Redis), private_server(Redis)
+    old, new = private_server(kind), private_server(kind)
     with Proxy(old.port) as proxy:
         hub = Hub(settings(redis_url=f"redis://127.0.0.1:{proxy.port}/0"))
         lane = hub.lane("default")

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.errors import RedisUnavailable
 from orchestrator.stream.hub import Hub
 from orchestrator.stream.ingest import GROUP
-from tests.servers import Redis
+from tests.servers import Redis, Valkey
 from tests.waiting import wait_until
 
 KEY = "stream:orchestrator:ingest_events"
@@ -118,8 +118,9 @@ def test_readers_that_are_gone_are_forgotten_unless_something_is_theirs(raw, eve
     assert [consumer["name"] for consumer in raw.xinfo_consumers(KEY, GROUP)] == ["two"]
 
 
-def test_a_restart_is_survived(private_server, settings):
-    server = private_server(Redis)
+@pytest.mark.parametrize("kind", [Redis, Valkey])
+def test_a_restart_is_survived(private_server, settings, kind):
+    server = private_server(kind)
     hub = Hub(settings(redis_url=server.url))
     events = hub.events("one")
     events.read(1, 1)
