@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select,
 
 from orchestrator.crews import Assignments, Crew, NodeView, Plan, PoolView
 from orchestrator.jobs import DUE, OWNED
+from orchestrator.jsontext import listed
 from orchestrator.pools import OPEN, PoolState, read_metadata
 from orchestrator.store import audit, outbox, pools
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
@@ -106,7 +107,7 @@ def node_views(conn: Connection, timeout_s: float) -> list[NodeView]:
         NodeView(
             row.node_id,
             bool(row.heard) and row.drain_until is None,
-            frozenset(json.loads(row.supervisor_types or "[]")),
+            frozenset(listed(row.supervisor_types)),
         )
         for row in rows
     ]
