@@ -14,7 +14,7 @@ from orchestrator.jobs import DUE, OWNED
 from orchestrator.jsontext import listed
 from orchestrator.pools import OPEN, PoolState, read_metadata
 from orchestrator.store import audit, outbox, pools
-from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift
 from orchestrator.store.registry import HTTP
 from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
 
@@ -219,13 +219,13 @@ _ORDER = (
 
 def orders(conn: Connection, node_id: str) -> list[Order]:
     """What this node should run. Orders of an older revision describe a model that is not written down any more."""
-    rows = conn.execute(
+    found = (
         select(pool_assignments.c.pool_id, pool_assignments.c.revision, pool_assignments.c.workers, *_ORDER)
         .select_from(pool_assignments.join(worker_pools, worker_pools.c.pool_id == pool_assignments.c.pool_id))
         .where(pool_assignments.c.node_id == node_id)
         .order_by(pool_assignments.c.pool_id, pool_assignments.c.revision)
     )
-    return [_order(*row) for row in rows]
+    return [_order(*row) for row in conn.execute(in_order(found))]  # by the pools it would read all nodes' orders
 
 
 def order_for(conn: Connection, pool_id: str) -> Order | None:

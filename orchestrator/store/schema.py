@@ -266,7 +266,6 @@ task_stages = Table(
     # How many of the tasks in it are jobs already.
     _count("made", "0"),
     _created(),
-    Index("ix_task_stages_created", "created_at"),
     **TABLE_OPTIONS,
 )
 
@@ -382,7 +381,6 @@ lease_gpus = Table(
     Column("token", String(160), primary_key=True),
     Column("gpu_uuid", String(64), primary_key=True),
     _count("memory_mb"),
-    Index("ix_lease_gpus_gpu", "gpu_uuid"),
     **TABLE_OPTIONS,
 )
 

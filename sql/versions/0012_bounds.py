@@ -1,4 +1,4 @@
-"""bounds: what the API refuses, tables refuse of those who edit rows.
+"""bounds: what the API refuses, tables refuse of those who edit rows; and no indexes that nobody uses.
 
 Written from orchestrator/store/schema.py and frozen since: a change of the schema is a new migration.
 There is no way back: expand first, contract one release later.
@@ -81,10 +81,14 @@ OTHERS = {
     "schedules": (("cron", "VARCHAR(255)", "(cron IS NULL) <> (every_seconds IS NULL)"),),
     "tally_cursor": (("holes", "LONGTEXT NOT NULL", "substr(holes, 1, 1) = '['"),),
 }
+#: Indexes that no query was led by, and every write kept up.
+UNUSED = {"ix_task_stages_created": "task_stages", "ix_lease_gpus_gpu": "lease_gpus"}
 
 
 def upgrade() -> None:
     add_checks(op.get_bind(), [check for table in (NUMBERS | OTHERS) for check in of_table(table)])
+    for index, table in UNUSED.items():
+        op.drop_index(index, table, if_exists=True)
 
 
 def of_table(table: str) -> Iterator[Check]:
