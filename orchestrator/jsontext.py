@@ -57,8 +57,8 @@ def strict_json(raw: bytes, name: str) -> Any:
 
 
 def listed(text: str | None) -> list[str]:
-    """The names in a column that is NULL where there are none."""
-    return json.loads(text) if text else []
+    """The names in a column that is NULL where there are none; what somebody wrote there that is no name is none."""
+    return [name for name in json.loads(text) if isinstance(name, str)] if text else []
 
 
 class _Refused(Exception):

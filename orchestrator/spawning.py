@@ -51,8 +51,14 @@ def count(body: str) -> int:
 
 
 def tasks(body: str, first: int, most: int) -> list[Spawned]:
-    """Of a frame's tasks, so many from this one on."""
-    frame = json.loads(body)
+    """Of a frame's tasks, so many from this one on. Raises InvalidInput for what `samples` has not seen so."""
+    try:
+        return _tasks(json.loads(body), first, most)
+    except (ValueError, LookupError, TypeError) as broken:
+        raise InvalidInput(f"they cannot be read ({type(broken).__name__}: {broken})") from broken
+
+
+def _tasks(frame: dict[str, Any], first: int, most: int) -> list[Spawned]:
     found: list[Spawned] = []
     for entry in frame["entries"]:
         here = max(min(int(entry["count"]) - first, most - len(found)), 0)

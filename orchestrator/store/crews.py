@@ -11,9 +11,10 @@ from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select,
 
 from orchestrator.crews import Assignments, Crew, NodeView, Plan, PoolView
 from orchestrator.jobs import DUE, OWNED
+from orchestrator.jsontext import listed
 from orchestrator.pools import OPEN, PoolState, read_metadata
 from orchestrator.store import audit, outbox, pools
-from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift
+from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift
 from orchestrator.store.registry import HTTP
 from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
 
@@ -106,7 +107,7 @@ def node_views(conn: Connection, timeout_s: float) -> list[NodeView]:
         NodeView(
             row.node_id,
             bool(row.heard) and row.drain_until is None,
-            frozenset(json.loads(row.supervisor_types or "[]")),
+            frozenset(listed(row.supervisor_types)),
         )
         for row in rows
     ]
@@ -218,13 +219,13 @@ _ORDER = (
 
 def orders(conn: Connection, node_id: str) -> list[Order]:
     """What this node should run. Orders of an older revision describe a model that is not written down any more."""
-    rows = conn.execute(
+    found = (
         select(pool_assignments.c.pool_id, pool_assignments.c.revision, pool_assignments.c.workers, *_ORDER)
         .select_from(pool_assignments.join(worker_pools, worker_pools.c.pool_id == pool_assignments.c.pool_id))
         .where(pool_assignments.c.node_id == node_id)
         .order_by(pool_assignments.c.pool_id, pool_assignments.c.revision)
     )
-    return [_order(*row) for row in rows]
+    return [_order(*row) for row in conn.execute(in_order(found))]  # by the pools it would read all nodes' orders
 
 
 def order_for(conn: Connection, pool_id: str) -> Order | None:

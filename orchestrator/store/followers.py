@@ -17,7 +17,7 @@ from sqlalchemy import Connection, bindparam, func, select, update
 
 from orchestrator.jobs import CANCEL, TERMINAL, Arrow, Queued, Status
 from orchestrator.store import audit, blocked, flows, spawns
-from orchestrator.store.dialect import by_key
+from orchestrator.store.dialect import by_key, unled
 from orchestrator.store.flows import Flow
 from orchestrator.store.hot import Hot, some_at_a_time
 from orchestrator.store.moves import Attempt, by_attempt, move
@@ -186,7 +186,7 @@ _FOLLOWERS = Hot(
 _WAIT_LESS = Hot(
     lambda ids: (
         by_key(update(jobs))
-        .where(jobs.c.job_id.in_(ids), jobs.c.queued == Queued.BLOCKED, jobs.c.blocked_on == blocked.TASKS)
+        .where(jobs.c.job_id.in_(ids), jobs.c.queued == Queued.BLOCKED, unled(jobs.c.blocked_on) == blocked.TASKS)
         .values(waits_for=jobs.c.waits_for - bindparam("fewer"))
     )
 )
@@ -196,7 +196,7 @@ _FREE = Hot(
         .where(
             jobs.c.job_id.in_(ids),
             jobs.c.queued == Queued.BLOCKED,
-            jobs.c.blocked_on == blocked.TASKS,
+            unled(jobs.c.blocked_on) == blocked.TASKS,
             jobs.c.waits_for <= 0,
         )
         .with_for_update(),

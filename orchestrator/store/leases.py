@@ -150,15 +150,14 @@ def let_go(
         return
     visible = or_(leases.c.worker_id.is_not(None), leases.c.pid.is_not(None))
     if slot:  # one that ran out before does not know it yet
-        ending = by_key(update(leases)).where(
-            leases.c.token.in_(keys), leases.c.state == LeaseState.ACTIVE, leases.c.slot.is_(None)
-        )
+        ending = by_key(update(leases)).where(leases.c.token.in_(keys), _ACTIVE, leases.c.slot.is_(None))
         conn.execute(ending.where(leases.c.ending_as.is_not(None)).values(slot=slot))
     conn.execute(
         by_key(update(leases))
         .where(
             leases.c.token.in_(keys),
-            *LIVE,
+            _ACTIVE,
+            leases.c.ending_as.is_(None),
             leases.c.mode == "gpu",
             visible,
         )

@@ -7,6 +7,7 @@ time, so a firing that is done again, by a leader that did not hear of its commi
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -25,6 +26,8 @@ from orchestrator.store.dialect import by_key, clock, utc_now, walking
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.schema import schedules
 from orchestrator.store.submit import PERMANENT, Answer, Rules, Verdict, refusal, submit_within
+
+log = logging.getLogger(__name__)
 
 #: When a schedule is looked at again whose next time cannot be told.
 LOOK_AGAIN = timedelta(hours=1)
@@ -187,7 +190,12 @@ def pass_over(conn: Connection, schedule_id: str, why: str) -> None:
     """A firing that breaks whatever is done with: the schedule goes on to its next time, and says so."""
     row = conn.execute(_one(schedule_id).with_for_update()).one_or_none()
     if row is not None and row.next_fire_at is not None:
-        planned = _plan(row, clock(conn))[0]
+        now = clock(conn)
+        try:
+            planned = _plan(row, now)[0]
+        except Exception:  # this is what breaks
+            log.exception("a schedule cannot be planned", extra={"schedule_id": schedule_id})
+            planned = _later(now)
         firing = _Firing(row, planned, {}, InvalidInput(why))
         audit.record(conn, firing.settle({}))
         _write(conn, schedule_id, firing.values({}))
@@ -195,6 +203,8 @@ def pass_over(conn: Connection, schedule_id: str, why: str) -> None:
 
 def _firing(row: Row[Any], now: datetime, make: Make) -> _Firing:
     planned, wrong = _plan(row, now)
+    if wrong is not None:
+        log.error("a schedule cannot be planned", extra={"schedule_id": row.schedule_id, "error": str(wrong)})
     jobs = {}
     try:
         template = json.loads(row.job)
@@ -207,9 +217,13 @@ def _firing(row: Row[Any], now: datetime, make: Make) -> _Firing:
 def _plan(row: Row[Any], now: datetime) -> tuple[Plan, OrchestratorError | None]:
     try:
         timing = Timing.of(row.cron, row.every_seconds, row.timezone, row.anchor_at)
-    except InvalidInput as wrong:  # this machine has no such time zone
-        return Plan((), 1, now + LOOK_AGAIN), wrong
+    except InvalidInput as wrong:  # this machine has no such time zone, or somebody edited the row
+        return _later(now), wrong
     return plan(timing, row.catch_up, row.catch_up_max, row.next_fire_at, now), None
+
+
+def _later(now: datetime) -> Plan:
+    return Plan((), 1, now + LOOK_AGAIN)
 
 
 def _write(conn: Connection, schedule_id: str, values: dict[str, Any]) -> None:

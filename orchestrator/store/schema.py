@@ -48,7 +48,8 @@ from sqlalchemy import (
 from orchestrator.gpu import Health
 from orchestrator.jobs import Queued, Status
 from orchestrator.leases import LEASE_ENDS, LeaseState
-from orchestrator.pools import PoolState, Provider
+from orchestrator.pools import MAX_WORKERS, PoolState, Provider
+from orchestrator.ranking import MAX_PRIORITY
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
 from orchestrator.workflows import FlowStatus, Sweep
 
@@ -59,6 +60,8 @@ WORKER_STATES = ACTIVE, DRAINING, STOPPED, LOST = ("active", "draining", "stoppe
 WORKER_KINDS = ("process", "http")
 #: Workers that send heartbeats, and those that do so no more.
 LIVE_WORKERS, ENDED_WORKERS = (ACTIVE, DRAINING), (STOPPED, LOST)
+#: As long as anything may be asked to take.
+YEAR_S = 31_536_000
 
 
 def _one_of(column: str, values: Iterable[str], table: str | None = None) -> CheckConstraint:
@@ -70,10 +73,44 @@ def _one_of(column: str, values: Iterable[str], table: str | None = None) -> Che
     return CheckConstraint(text(f"{column} IN ({listed})"), name=f"ck_{table}_{column}" if table else None)
 
 
-def _json(column: str, table: str, *, nullable: bool = True) -> tuple[Column[str], CheckConstraint]:
+def _within(column: str, least: int, most: int = 2**31 - 1) -> CheckConstraint:
+    """Of the column alone. Bounds on both sides: SQLite keeps any text in any column, and it is above every number."""
+    return CheckConstraint(text(f"{column} BETWEEN {least} AND {most}"))
+
+
+def _count(column: str, server_default: str | None = None) -> Column[int]:
+    return Column(column, Integer, _within(column, 0), nullable=False, server_default=server_default)
+
+
+def _seconds(column: str) -> Column[float]:
+    # From 0 on, although nobody may ask for 0: what is next to it is 0 in a Float.
+    return Column(column, Float, _within(column, 0, YEAR_S))
+
+
+def _begins(column: str, bracket: str) -> CheckConstraint:
+    return CheckConstraint(text(f"substr({column}, 1, 1) = '{bracket}'"))
+
+
+def _list(column: str) -> Column[str]:
+    return _shaped(column, "[")
+
+
+def _object(column: str) -> Column[str]:
+    return _shaped(column, "{")
+
+
+def _shaped(column: str, bracket: str) -> Column[str]:
+    """JSON, or NULL. With json_valid alone MariaDB would make it another type, which json_array takes otherwise."""
+    rule = f"{column} IS NULL OR {_begins(column, bracket).sqltext} AND json_valid({column})"
+    return Column(column, LongText, CheckConstraint(text(rule)))
+
+
+def _json(
+    column: str, table: str, *checks: CheckConstraint, nullable: bool = True
+) -> tuple[Column[str], CheckConstraint]:
     rule = f"{column} IS NULL OR json_valid({column})" if nullable else f"json_valid({column})"
     valid = CheckConstraint(text(rule), name=f"ck_{table}_{column}")
-    return Column(column, LongText, nullable=nullable), valid
+    return Column(column, LongText, *checks, nullable=nullable), valid
 
 
 def _created(name: str = "created_at") -> Column[object]:
@@ -93,23 +130,23 @@ jobs = Table(
     Column("lane", String(128), nullable=False),
     Column("owner_pool", String(128)),
     Column("model_id", String(255)),
-    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("priority", Integer, _within("priority", -MAX_PRIORITY, MAX_PRIORITY), nullable=False, server_default="0"),
     Column("rank", BigInteger, nullable=False),
     # What it asks for
-    Column("min_memory_mb", Integer),
-    Column("gpu_count", Integer, nullable=False, server_default="1"),
+    Column("min_memory_mb", Integer, _within("min_memory_mb", 0)),
+    Column("gpu_count", Integer, _within("gpu_count", 1, 64), nullable=False, server_default="1"),
     Column("cpu_fallback", Boolean, nullable=False, server_default="0"),
-    Column("cost_units", Float),
-    Column("expected_duration_sec", Float),
-    Column("max_runtime_sec", Float),
-    Column("max_attempts", Integer, nullable=False),
-    Column("retry_base_sec", Float),
-    Column("retry_cap_sec", Float),
+    Column("cost_units", Float, _within("cost_units", 0, 100)),
+    _seconds("expected_duration_sec"),
+    _seconds("max_runtime_sec"),
+    Column("max_attempts", Integer, _within("max_attempts", 1, 100), nullable=False),
+    _seconds("retry_base_sec"),
+    _seconds("retry_cap_sec"),
     Column("deadline_at", UtcDateTime),
     *_json("tags", "jobs"),
     # Keys that limit it beside its agent, type and model; what it wants of the time it runs at.
-    Column("concurrency_keys", LongText),
-    Column("constraints", LongText),
+    _list("concurrency_keys"),
+    _object("constraints"),
     Column("trace_context", String(128)),
     # The workflow that it is a task of, its name there, how many tasks it needs (also those that are not made yet), for
     # how many of them it waits; whether others go on without it; whether it added tasks.
@@ -120,10 +157,10 @@ jobs = Table(
     Column("optional", Boolean, nullable=False, server_default="0"),
     Column("spawned", Boolean, nullable=False, server_default="0"),
     # Where it is: `attempt` fences and only grows; `attempts` counts what is charged against max_attempts.
-    Column("attempt", Integer, nullable=False, server_default="0"),
-    Column("attempts", Integer, nullable=False, server_default="0"),
-    Column("crashes", Integer, nullable=False, server_default="0"),
-    Column("redrives", Integer, nullable=False, server_default="0"),
+    _count("attempt", "0"),
+    _count("attempts", "0"),
+    _count("crashes", "0"),
+    _count("redrives", "0"),
     # `queued` says where a pending job waits: delayed (until not_before) → ready → announced, or blocked (until what
     # stands in `blocked_on` lets it go). NULL: not pending.
     Column("queued", String(10), _one_of("queued", Queued), server_default="ready"),
@@ -140,7 +177,7 @@ jobs = Table(
     Column("worker_id", String(128)),
     Column("lease_token", String(160)),
     # The capped keys that it counts for while it is owned; NULL: none.
-    Column("held_caps", LongText),
+    _list("held_caps"),
     Column("progress", Float),
     Column("progress_note", String(255)),
     Column("cancel_requested_at", UtcDateTime),
@@ -227,9 +264,8 @@ task_stages = Table(
     # No json_valid: payloads may be deep.
     Column("body", LongText, nullable=False),
     # How many of the tasks in it are jobs already.
-    Column("made", Integer, nullable=False, server_default="0"),
+    _count("made", "0"),
     _created(),
-    Index("ix_task_stages_created", "created_at"),
     **TABLE_OPTIONS,
 )
 
@@ -240,7 +276,7 @@ spawns = Table(
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("workflow_id", String(128), nullable=False),
     # Tasks that are no jobs yet.
-    Column("remaining", Integer, nullable=False),
+    _count("remaining"),
     Column("trouble", String(255)),
     Index("ix_spawns_workflow", "workflow_id"),
     **TABLE_OPTIONS,
@@ -304,16 +340,17 @@ leases = Table(
     Column("gpu_index", Integer),
     Column("mode", String(3), nullable=False, server_default="gpu"),
     Column("state", String(8), nullable=False, server_default=LeaseState.ACTIVE),
-    Column("memory_mb", Integer, nullable=False),
+    _count("memory_mb"),
     Column("node_id", String(128)),
     Column("job_id", String(128)),
     Column("worker_id", String(128)),
     # Whose processes use the memory: a process and its descendants, or (WORKER_ID#NUMBER) those of a slot.
     Column("pid", Integer),
     Column("slot", String(160)),
-    Column("host_cpu_milli", Integer, nullable=False, server_default="0"),
-    Column("host_memory_mb", Integer, nullable=False, server_default="0"),
-    Column("ttl_seconds", Float, nullable=False),
+    _count("host_cpu_milli", "0"),
+    _count("host_memory_mb", "0"),
+    # A job's is longer than the time after which its worker counts as lost, which may be a year.
+    Column("ttl_seconds", Float, _within("ttl_seconds", 0, 2 * YEAR_S), nullable=False),
     _created(),
     Column("expires_at", UtcDateTime, nullable=False),
     Column("last_heartbeat", UtcDateTime),
@@ -343,8 +380,7 @@ lease_gpus = Table(
     metadata,
     Column("token", String(160), primary_key=True),
     Column("gpu_uuid", String(64), primary_key=True),
-    Column("memory_mb", Integer, nullable=False),
-    Index("ix_lease_gpus_gpu", "gpu_uuid"),
+    _count("memory_mb"),
     **TABLE_OPTIONS,
 )
 
@@ -355,16 +391,16 @@ nodes = Table(
     Column("hostname", String(255), nullable=False),
     Column("gpu_backend", String(64), nullable=False),
     # What the host has, when it tells, and what leases took of it.
-    Column("cpu_milli", Integer),
-    Column("memory_mb", Integer),
-    Column("leased_cpu_milli", Integer, nullable=False, server_default="0"),
-    Column("leased_memory_mb", Integer, nullable=False, server_default="0"),
+    Column("cpu_milli", Integer, _within("cpu_milli", 0)),
+    Column("memory_mb", Integer, _within("memory_mb", 0)),
+    _count("leased_cpu_milli", "0"),
+    _count("leased_memory_mb", "0"),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
     # The one process here that runs the node's share of the pools, when it last said so, and its handlers' types.
     Column("supervisor_id", String(128)),
     Column("supervisor_seen_at", UtcDateTime),
-    Column("supervisor_types", LongText),
+    _list("supervisor_types"),
     # Somebody wants the node empty: its running jobs may end until then. NULL: it takes jobs.
     Column("drain_until", UtcDateTime),
     **TABLE_OPTIONS,
@@ -409,11 +445,11 @@ workers = Table(
     Column("pool_id", String(128), nullable=False),
     Column("hostname", String(255), nullable=False),
     Column("pid", Integer, nullable=False),
-    Column("slots", Integer, nullable=False),
-    Column("busy", Integer, nullable=False, server_default="0"),
+    _count("slots"),
+    _count("busy", "0"),
     # Slots whose model is loaded; which change of its pool it serves; why it cannot do what it should.
-    Column("ready", Integer, nullable=False, server_default="0"),
-    Column("revision", Integer, nullable=False, server_default="0"),
+    _count("ready", "0"),
+    _count("revision", "0"),
     Column("blocked", Boolean, nullable=False, server_default="0"),
     Column("trouble", String(255)),
     Column("load_seconds", Float),
@@ -422,7 +458,7 @@ workers = Table(
     Column("jobs_done", BigInteger, nullable=False, server_default="0"),
     Column("jobs_failed", BigInteger, nullable=False, server_default="0"),
     # By type, how large its batches were (`orchestrator.batch_sizes`); NULL before the first.
-    Column("batch_sizes", LongText),
+    _object("batch_sizes"),
     _created("started_at"),
     Column("last_heartbeat", UtcDateTime, nullable=False, server_default=utc_now()),
     Column("version", String(64)),
@@ -442,24 +478,24 @@ worker_pools = Table(
     Column("model_id", String(255)),
     Column("adapter", String(255)),
     Column("variant", String(64)),
-    Column("desired_workers", Integer, nullable=False, server_default="0"),
-    Column("spawned_workers", Integer, nullable=False, server_default="0"),
+    Column("desired_workers", Integer, _within("desired_workers", 0, MAX_WORKERS), nullable=False, server_default="0"),
+    _count("spawned_workers", "0"),
     Column("started_at", UtcDateTime),
     Column("last_heartbeat", UtcDateTime),
     Column("status", String(16), nullable=False, server_default=PoolState.STARTING),
     Column("status_reason", String(255)),
-    Column("hold_seconds", Integer, nullable=False, server_default="600"),
-    *_json("metadata", "pools"),
+    Column("hold_seconds", Integer, _within("hold_seconds", 0, YEAR_S), nullable=False, server_default="600"),
+    *_json("metadata", "pools", _begins("metadata", "{")),
     Column("type", String(64)),
-    Column("min_workers", Integer, nullable=False, server_default="0"),
-    Column("max_workers", Integer),
-    Column("slots", Integer, nullable=False, server_default="1"),
-    Column("min_memory_mb", Integer),
-    Column("gpu_count", Integer, nullable=False, server_default="1"),
+    Column("min_workers", Integer, _within("min_workers", 0, MAX_WORKERS), nullable=False, server_default="0"),
+    Column("max_workers", Integer, _within("max_workers", 0, MAX_WORKERS)),
+    Column("slots", Integer, _within("slots", 1, 512), nullable=False, server_default="1"),
+    Column("min_memory_mb", Integer, _within("min_memory_mb", 0)),
+    Column("gpu_count", Integer, _within("gpu_count", 1, 64), nullable=False, server_default="1"),
     Column("autosize", Boolean, nullable=False, server_default="0"),
     Column("provider", String(16), _one_of("provider", get_args(Provider)), nullable=False, server_default="local"),
     # Grows with every change of the model; workers say which one they serve.
-    Column("revision", Integer, nullable=False, server_default="1"),
+    _count("revision", "1"),
     # When it last had a job, and until when its running jobs may end while it drains.
     Column("active_at", UtcDateTime, nullable=False, server_default=utc_now()),
     Column("drain_until", UtcDateTime),
@@ -475,7 +511,7 @@ pool_assignments = Table(
     Column("node_id", String(128), primary_key=True),
     Column("revision", Integer, primary_key=True, autoincrement=False),
     # 0, of no node: what is left of a deleted pool, so that its revisions are not used again.
-    Column("workers", Integer, nullable=False),
+    _count("workers"),
     Index("ix_assignments_node", "node_id"),
     **TABLE_OPTIONS,
 )
@@ -564,14 +600,14 @@ schedules = Table(
     metadata,
     Column("schedule_id", String(128), primary_key=True),
     # One of the two; an interval counts from the anchor.
-    Column("cron", String(255)),
-    Column("every_seconds", Float(53)),
+    Column("cron", String(255), CheckConstraint(text("(cron IS NULL) <> (every_seconds IS NULL)"))),
+    Column("every_seconds", Float(53), _within("every_seconds", 1, YEAR_S)),
     Column("anchor_at", UtcDateTime, nullable=False),
     Column("timezone", String(64), nullable=False, server_default="UTC"),
     # No json_valid: as deep as a submitted payload may be.
     Column("job", LongText, nullable=False),
     Column("catch_up", String(8), nullable=False),
-    Column("catch_up_max", Integer, nullable=False),
+    Column("catch_up_max", Integer, _within("catch_up_max", 1, 100), nullable=False),
     Column("enabled", Boolean, nullable=False, server_default="1"),
     # NULL: not enabled, or never again.
     Column("next_fire_at", UtcDateTime),
@@ -621,6 +657,6 @@ tally_cursor = Table(
     Column("name", String(16), primary_key=True),
     # The highest id of the audit trail that is counted, and the ids below it that may still come.
     Column("position", BigInteger, nullable=False),
-    *_json("holes", "tally_cursor", nullable=False),
+    *_json("holes", "tally_cursor", _begins("holes", "["), nullable=False),
     **TABLE_OPTIONS,
 )

@@ -1,12 +1,23 @@
-"""BI-21: rows that somebody edited by hand. What the tables do not refuse (`test_constraints`) heals by itself."""
+"""BI-21: rows that somebody edited by hand.
+
+What the tables do not refuse (`test_constraints`) heals by itself, or is named and left out while all else goes on.
+"""
+
+import json
+from datetime import datetime
+from typing import Any
 
 import pytest
 from sqlalchemy import delete, insert, select, update
 
 from orchestrator.leader import duties
-from orchestrator.store import schema
+from orchestrator.policies import Scope, parse
+from orchestrator.store import policies, schema
 from orchestrator.store.dialect import utc_shift
-from tests.factories import gpu, hire, status, submit
+from tests.factories import gpu, hire, now, row, rows, status, submit
+from tests.leader.test_duties import announced
+from tests.store.test_schedules import get, outage, put
+from tests.store.test_spawning import begin, flow_of, of_type
 
 
 def leased_mb(db):
@@ -75,3 +86,61 @@ def test_an_account_that_does_not_cover_its_leases_stops_no_end_and_no_purge(db,
     edit(db, update(schema.leases).values(expires_at=utc_shift(-1.0)))
     assert duties.purge_leases(context) == 1
     assert leased_mb(db) == 0
+
+
+#: What no check of a table can tell from sense, and what is said of it.
+BROKEN_SCHEDULES: dict[str, tuple[dict[str, Any], str]] = {
+    "no cron line": ({"cron": "every day", "every_seconds": None}, "cron: "),
+    "no time zone": ({"timezone": "Mars/Olympus"}, "time zone"),
+    "an anchor at the end of all time": ({"anchor_at": datetime(9999, 12, 31, 23, 59)}, "OverflowError: "),  # noqa: DTZ001
+    "no JSON": ({"job": "{"}, "JSONDecodeError: "),
+    "no object": ({"job": "5"}, "TypeError: "),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_SCHEDULES)
+def test_a_schedule_that_cannot_fire_says_why_and_keeps_no_other_from_it(db, context, caplog, broken):
+    values, why = BROKEN_SCHEDULES[broken]
+    for name in ("a", "bad", "c"):
+        put(db, name)
+        outage(db, name=name)
+    edit(db, update(schema.schedules).where(schema.schedules.c.schedule_id == "bad").values(values))
+    assert duties.fire_due(context) == 2
+    assert {job.job_id.split(":")[1] for job in rows(db, schema.jobs)} == {"a", "c"}
+    bad = next(one for one in rows(db, schema.schedules) if one.schedule_id == "bad")
+    assert why in bad.last_error and bad.next_fire_at > now(db)
+    assert {one.schedule_id for one in caplog.records if hasattr(one, "schedule_id")} == {"bad"}
+    assert [get(db, name)["last_error"] for name in ("a", "c")] == [None, None]
+
+
+def test_keys_that_are_no_names_keep_no_lane_from_being_announced(db, raw, context):
+    cap = parse(Scope.CONCURRENCY, {"max": 1})
+    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "host:one", cap))
+    job_ids = submit(db, 3)
+    keys = json.dumps([5, None, ["host:one"], "host:one"])
+    edit(db, update(schema.jobs).where(schema.jobs.c.job_id == job_ids[0]).values(concurrency_keys=keys))
+    duties.publish(context)
+    assert announced(raw) == job_ids
+    hand = hire(db)
+    hand.book = db.read(policies.read_book)
+    hand.claim(*job_ids)
+    assert json.loads(row(db, job_ids[0]).held_caps) == ["host:one"]
+    edit(db, update(schema.jobs).where(schema.jobs.c.job_id == job_ids[0]).values(held_caps=keys))
+    duties.keep_caps(context)
+    assert [(cap.cap_key, cap.in_use) for cap in rows(db, schema.concurrency_caps)] == [("host:one", 1)]
+
+
+@pytest.mark.parametrize("body", ["{", "5", "{}", '{"base": "b", "entries": [{"n": 1}]}'])
+def test_staged_tasks_that_cannot_be_read_end_their_workflow_and_no_other(db, context, body):
+    broken = begin(db)
+    whole = begin(db, hand=broken.hand)
+    for attempt in (broken, whole):
+        attempt.stage.spawn("part", {}, ())
+        attempt.succeed()
+    edit(db, update(schema.task_stages).where(schema.task_stages.c.job_id == broken.mark.job_id).values(body=body))
+    duties.tend_workflows(context)
+    assert len(of_type(db, "part")) == 1
+    assert flow_of(db, whole)["status"] == "running"
+    failed = flow_of(db, broken)
+    assert failed["status"] == "failed" and "cannot be read" in failed["reason"]
+    assert rows(db, schema.task_stages) == rows(db, schema.spawns) == []

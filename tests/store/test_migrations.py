@@ -173,20 +173,48 @@ def test_a_migration_that_was_killed_half_way_continues_and_keeps_all_rows(empty
     assert {table: rows(db, table)[:1] for table in SOUND} == before  # the audit tells of the migration, too
 
 
-def test_a_row_that_a_check_would_refuse_is_named_before_anything_changes(empty_database):
+#: Where the checks begin, what an editor writes into a sound row, what is said of it, and what is meant.
+EDITED = {
+    "0010": (
+        "UPDATE worker_pools SET provider = 'locl'",
+        r"worker_pools has provider = 'locl'.+pool_id 'sound'.+'local', 'external', 'kubernetes'",
+        "UPDATE worker_pools SET provider = 'local'",
+    ),
+    "0011": (
+        "UPDATE worker_pools SET gpu_count = 1, slots = 0",
+        r"worker_pools has slots = 0.+pool_id 'sound'.+slots BETWEEN 1 AND 512, and migrate again",
+        "UPDATE worker_pools SET slots = 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("revision", EDITED)
+def test_a_row_that_a_check_would_refuse_is_named_before_anything_changes(empty_database, revision):
     """Once the check is there, that row could be neither changed nor ended; only its editor knows what was meant."""
-    db = empty_database("edited")
+    edit, told, mend = EDITED[revision]
+    db = empty_database(f"edited_{revision}")
     with migrate._locked(db) as connection:
-        command.upgrade(migrate._config(connection), "0010")
+        command.upgrade(migrate._config(connection), revision)
         for table, row in SOUND.items():
             connection.execute(table.insert().values(row))
-        connection.execute(text("UPDATE worker_pools SET provider = 'locl'"))
+        connection.execute(text(edit))
     before = reflected(db)
-    with pytest.raises(ConfigError, match=r"worker_pools has provider = 'locl'.+'local', 'external', 'kubernetes'"):
+    with pytest.raises(ConfigError, match=told):
         migrate.upgrade(db)
     assert reflected(db) == before
-    db.write(lambda conn: conn.execute(text("UPDATE worker_pools SET provider = 'local'")))
+    db.write(lambda conn: conn.execute(text(mend)))
     migrate.upgrade(db)
+    assert not revisions.pending(db)
+
+
+@pytest.mark.parametrize("empty_database", ["mariadb"], indirect=True)
+def test_checks_come_to_tables_of_any_size_at_once(empty_database):
+    """Nobody can write to a table while all of its rows are copied."""
+    db = empty_database("instant")
+    with migrate._locked(db) as connection:
+        command.upgrade(migrate._config(connection), "0010")
+        connection.execute(text("SET SESSION alter_algorithm = 'NOCOPY'"))
+        command.upgrade(migrate._config(connection), "head")
     assert not revisions.pending(db)
 
 

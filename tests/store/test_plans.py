@@ -4,27 +4,30 @@ The statements are those the functions send, caught on their way; nothing here r
 """
 
 from contextlib import closing
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, insert, text
+from sqlalchemy import event, text
 
 from orchestrator.jobs import ErrorKind, Queued, Status
-from orchestrator.leader import duties, workflows
+from orchestrator.leader import duties
+from orchestrator.leader import workflows as leading
+from orchestrator.policies import Scope
 from orchestrator.settings import Settings
 from orchestrator.store import (
     audit,
     backlog,
     blocked,
+    crews,
     dead_letters,
+    demand,
     dispatch,
     endings,
     flows,
+    followers,
     gates,
     gpus,
     job_reads,
-    leadership,
     lease_purge,
     lease_reads,
     leases,
@@ -32,140 +35,29 @@ from orchestrator.store import (
     nodes,
     outbox,
     paging,
+    policies,
     renewals,
     reports,
     residency,
     retention,
+    schedules,
     schema,
     tallies,
     withdraw,
     worker_reads,
+    workflows,
 )
 from orchestrator.store.claim import claim_jobs
 from orchestrator.store.database import Database
 from orchestrator.store.hot import Hot
 from orchestrator.store.job_reads import Filter
 from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
+from orchestrator.store.submit import Rules, submit_within
 from orchestrator.tallies import Ids
 from orchestrator.workflows import FlowStatus
 from tests.conftest import empty
-from tests.factories import POLICY, Hand, hire, many_jobs, now
-
-HISTORY = 3000
-LETTERS = 1000
-
-
-def crowd(db, history=HISTORY, letters=LETTERS) -> Hand:
-    """A long history, a backlog, and little of what each query looks for."""
-    start = now(db) - timedelta(hours=2)
-
-    def moment(i, step=1.0):
-        return start + timedelta(seconds=i * step)
-
-    def owned(status, queued, count, prefix, **columns):
-        base = {
-            "job_id": lambda i: f"{prefix}-{i:06}",
-            "created_at": moment,
-            "status": status,
-            "queued": queued,
-        }
-        many_jobs(
-            db,
-            count,
-            **(base | {"attempt": 1, "attempts": 1, "agent": lambda i: f"agent-{i % 20}"} | columns),
-        )
-
-    hand = hire(db)
-    owned("done", None, history, "done", worker_id=lambda i: f"old-{i % 30}")
-    owned("pending", "ready", history, "ready")
-    owned("pending", "announced", 60, "announced", published_at=moment)
-    owned("pending", "delayed", 500, "later", not_before=lambda i: moment(i) + timedelta(days=9))
-    owned("pending", "delayed", 10, "due", not_before=moment)
-    owned("running", None, 20, "mine", worker_id=hand.worker_id)
-    owned("running", None, 40, "other", worker_id="somebody-else")
-    owned("pending", "ready", 300, "dated", expires_at=lambda i: moment(i) + timedelta(days=9))
-    owned("pending", "ready", 10, "overdue", expires_at=moment)
-    owned("pending", "ready", 300, "calm", start_by=lambda i: moment(i) + timedelta(days=9))
-    owned("pending", "ready", 10, "near", start_by=moment)
-    owned("pending", "announced", 10, "near-announced", start_by=moment)
-    owned("pending", "ready", 300, "elsewhere", lane="idle-later", start_by=moment)
-    owned("running", None, 10, "late", worker_id="somebody-else", expires_at=moment)
-    owned("pending", "blocked", 500, "gated", blocked_on=lambda i: ("capacity", "quiet")[i % 2], cost_units=1.0)
-    owned("skipped", None, 300, "task", workflow_id="flow")
-    owned("dead_letter", None, letters, "dead", type=lambda i: f"type-{i % 7}")
-    db.write(
-        lambda conn: conn.execute(
-            insert(schema.dead_letters),
-            [
-                {"job_id": f"dead-{i:06}", "reason": f"reason-{i % 3}", "attempts": 3, "buried_at": moment(i)}
-                | {"entry_id": f"{i}-0" if i >= 8 else None}
-                for i in range(letters)
-            ],
-        )
-    )
-    db.write(
-        lambda conn: conn.execute(
-            insert(schema.audit),
-            [{"event_type": "job.done", "job_id": f"done-{i % 500:06}"} for i in range(history)],
-        )
-    )
-    db.write(
-        lambda conn: conn.execute(
-            insert(schema.results),
-            [{"job_id": f"done-{i:06}", "attempt": 1, "result": "{}", "run_seconds": 1.0} for i in range(history)],
-        )
-    )
-    lease = {"agent_name": "a", "memory_mb": 1, "ttl_seconds": 60.0}
-    db.write(
-        lambda conn: conn.execute(
-            insert(schema.leases),
-            [
-                lease
-                | {
-                    "token": f"{i:064}",
-                    "state": "active" if i < 400 else "released",
-                    "expires_at": moment(i) if i < 10 or i >= 400 else moment(i) + timedelta(days=9),
-                    # Twenty active ones are of this node, and so are all that are over.
-                    "node_id": "node-1" if i < 20 or i >= 400 else f"node-{i}",
-                    "worker_id": hand.worker_id if i < 20 or i >= 400 else f"worker-{i}",
-                    "ending_as": "spent" if 15 <= i < 20 else None,
-                    "resident": 10 <= i < 15 or i >= 1000,
-                    "idle_since": moment(i) if 10 <= i < 15 else None,
-                    "model_id": "m" if 10 <= i < 15 or i >= 1000 else None,
-                    "evicted_at": moment(i) if 10 <= i < 12 or i >= 1000 else None,
-                }
-                for i in range(1500)
-            ],
-        )
-    )
-    db.write(
-        lambda conn: conn.execute(
-            insert(schema.lease_gpus),
-            [
-                {"token": f"{i:064}", "gpu_uuid": "GPU-0" if i < 20 or i >= 400 else f"GPU-{i}", "memory_mb": 1}
-                for i in range(1500)
-            ],
-        )
-    )
-    silent = {"node_id": "n", "pool_id": "p", "hostname": "h", "pid": 1, "slots": 1, "types": "[]"}
-    db.write(
-        lambda conn: conn.execute(
-            insert(schema.workers),
-            [
-                silent
-                | {
-                    "worker_id": f"w-{i}",
-                    "status": "active" if i < 300 else "stopped",
-                    "last_heartbeat": moment(i) if i < 5 or i >= 300 else moment(i) + timedelta(days=9),
-                }
-                for i in range(1000)
-            ],
-        )
-    )
-    db.write(lambda conn: conn.execute(insert(schema.lanes), [{"lane": "default"}, {"lane": "idle"}]))
-    leadership.ensure_row(db, "leader")
-    return hand
-
+from tests.factories import POLICY, new_job
+from tests.store.crowd import HISTORY, LETTERS, crowd
 
 #: name → (call, index, most rows read)
 HOT = {
@@ -234,10 +126,30 @@ HOT = {
     "oldest pending": (lambda c, _: job_reads._oldest_pending_s(c), "ix_jobs_status", 1),
     "jobs to forget": (lambda c, _: retention.forget_jobs(c, Status.DONE, 1800.0), "ix_jobs_status", retention.JOBS),
     "no jobs to forget": (lambda c, _: retention.forget_jobs(c, Status.DONE, 1e7), "ix_jobs_status", 0),
-    "no workflows to forget": (
+    "workflows to forget": (
         lambda c, _: retention.find_flows(c, FlowStatus.DONE, 1.0),
         "ix_workflows_status",
+        retention.FLOWS,
+    ),
+    "no workflows to forget": (
+        lambda c, _: retention.find_flows(c, FlowStatus.DONE, 1e7),
+        "ix_workflows_status",
         0,
+    ),
+    "live slots": (lambda c, _: outbox.live_slots(c, "pool-3"), "PRIMARY", 15),  # its row, and then its workers
+    "those who waited": (
+        lambda c, _: followers._let_go(c, ["parent-1"]),
+        "ix_task_edges_needs",
+        6,
+    ),
+    "workflows past their time": (lambda c, _: flows.overdue(c, 50), "ix_workflows_expiry", 5),
+    "workflows to go through": (lambda c, _: flows.swept(c, 50), "ix_workflows_sweep", 5),
+    "whether a workflow grows": (lambda c, _: flows.grows(c, "flow-7"), "ix_spawns_workflow", 1),
+    "schedules due": (lambda c, _: schedules.due(c, 100), "ix_schedules_due", 11),
+    "submit": (
+        lambda c, h: submit_within(c, h.db, [new_job(job_id=f"ready-{i:06}") for i in range(16)], Rules(POLICY)),
+        "PRIMARY",
+        16,
     ),
     "audit of a job": (lambda c, _: audit.of_job(c, "done-000007"), "ix_audit_job", 7),
 }
@@ -320,7 +232,7 @@ def test_a_hot_call_follows_its_indexes_and_reads_little_on_mariadb(crowded, nam
         for step in steps:
             assert step["key"] and (step["type"] not in {"ALL", "index"} or name == "page of all"), (statement, step)
             assert statement.startswith("SELECT") or step["key"] == "PRIMARY", (statement, step)
-            assert float(step["r_rows"]) <= most, (statement, step)
+            assert float(step["r_rows"] or 0) <= most, (statement, step)
             # A few rows of two states may be sorted; a backlog may not.
             assert "filesort" not in step["Extra"] or most < 10, (statement, step)
 
@@ -337,10 +249,56 @@ def test_a_hot_call_follows_its_indexes_on_sqlite(crowded_sqlite, name):
         assert statement.startswith("SELECT") or "sqlite_autoindex" in plan, (statement, plan)
 
 
+_ALL = workflows.Filter
+#: name → (call, table, its index, most rows read there), of what is asked less often
+LED = {
+    "workers that read a lane": (lambda c: outbox.live_slots(c, "pool-3"), "workers", "ix_workers_pool", 15),
+    "waiting for a pool": (lambda c: demand.of_pools(c, ["default"]), "orchestrator_jobs", "ix_jobs_queue", 257),
+    "workers of a pool": (lambda c: demand.of_pools(c, ["pool-3"]), "workers", "ix_workers_pool", 50),
+    "warm workers": (lambda c: demand.warm_workers(c, ["pool-3"]), "orchestrator_leases", "ix_leases_worker", 1),
+    "orders of a node": (lambda c: crews.orders(c, "node-7"), "pool_assignments", "ix_assignments_node", 20),
+    "GPUs of a node": (lambda c: gpus.views(c, 60.0, "node-7"), "gpus", "ix_gpus_node", 8),
+    "history of a policy": (
+        lambda c: policies.history(c, Scope.AGENT, "agent-7"),
+        "policy_history",
+        "ix_policy_history_name",
+        10,
+    ),
+    "old results": (lambda c: retention.forget_results(c, 1e7), "orchestrator_results", "ix_results_created", 1),
+    "workflows": (lambda c: workflows.page(c, _ALL(), 50, None), "workflows", "ix_workflows_created", 51),
+    "workflows of an agent": (
+        lambda c: workflows.page(c, _ALL(agent="agent-3"), 50, None),
+        "workflows",
+        "ix_workflows_agent",
+        51,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LED)
+def test_a_look_is_led_by_its_index(crowded, name):
+    call, table, index, most = LED[name]
+    steps = [step for plan in analyzed_all(crowded, call).values() for step in plan if step["table"] == table]
+    assert [step["key"] for step in steps] == [index], steps
+    assert all(float(step["r_rows"] or 0) <= most for step in steps), steps
+
+
+#: Indexes that no query is led by, and why they are there.
+KEPT = {"idx_leases_agent": "promised to those who read the tables themselves"}
+
+
+def test_every_index_is_there_for_a_plan_of_these():
+    """Each is kept up by every write; those who name one in a table of this file prove it."""
+    led = {index for table in (HOT, LETTERS_READ, LEASES_READ, COUNTED) for _, index, _ in table.values()}
+    led |= {index for _, _, index, _ in LED.values()}
+    known = {index.name for table in schema.metadata.sorted_tables for index in table.indexes}
+    assert known - led == KEPT.keys()
+
+
 #: What leaders ask before they begin anything.
 QUESTIONS = {
     f"{module.__name__}.{name}": asked
-    for module in (duties, workflows)
+    for module in (duties, leading)
     for name, asked in vars(module).items()
     if isinstance(asked, Hot)
 }

@@ -5,7 +5,7 @@ Elsewhere in the store the same statements run on both. A difference is a constr
 
 Statements are made of `columns` (types), `moments` (the clock), `functions`, `hints` (what planners are told),
 `literals` (values in their text) and `upserts`. `contract` is what the store asks of a database beside those;
-`mariadb` (by its `driver`) and `sqlite` are the two that answer, and `urls` chooses.
+`mariadb` (by its `driver`) and `sqlite` are the two that answer, and `urls` chooses. `checks` is for migrations alone.
 """
 
 from orchestrator.store.dialect.columns import TABLE_OPTIONS, CountingId, LongText, UtcDateTime
