@@ -281,6 +281,22 @@ def test_a_job_that_no_slot_can_take_is_charged_and_costs_no_slot(cluster, orche
     assert session._slots.usable() == 2 and leased(cluster) == 0
 
 
+@pytest.mark.parametrize("ended", ["while its job runs", "after its job"])
+def test_a_worker_that_stops_leaves_no_process_of_a_handler_behind(cluster, orchestrator, gate, tmp_path, ended):
+    """It left its slot's group and session, and is known by the mark in its environment."""
+    told = tmp_path / "pid"
+    worker = cluster.worker(worker_handlers=GATED)
+    job_id = submit(orchestrator, "leaves", {"pid": str(told), "gate": str(gate)})
+    cluster.wait_for(job_id, "running")
+    child = int(wait_until(lambda: told.exists() and told.read_text(), what="its child"))
+    if ended == "after its job":
+        gate.unlink()
+        cluster.wait_for(job_id, "done")
+        assert alive(child)
+    assert worker.stop() == 0
+    assert gone(child)
+
+
 @EMBEDDED_TOO
 def test_a_worker_that_stops_does_not_wait_until_its_listeners_have_heard_enough(cluster, raw):
     """Both listen to Redis for a minute: one for jobs, one for the bell."""
