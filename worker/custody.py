@@ -7,20 +7,18 @@ memory keeps it as a warm model, or is ended, and its lease lasts until the memo
 from __future__ import annotations
 
 import logging
-import os
-import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import GpuUnavailable, Overloaded
 from orchestrator.gpu import Gpu, GpuProcess
-from orchestrator.gpu.processes import describe
 from orchestrator.gpu.watch import Watch
 from orchestrator.leases import GpuShare, Remains, ResidentSlot, model_lease_key
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Left, Release
 from worker.slots import SlotPool
+from worker.strays import end_processes
 
 log = logging.getLogger(__name__)
 
@@ -119,12 +117,6 @@ class Custody:
         end_processes(process for process in mine if process.mark not in running)
 
 
-def end_processes(processes: Iterable[GpuProcess]) -> None:
-    for process in sorted(processes, key=lambda process: process.pid):
-        if _kill(process):
-            log.warning("ended a process that outlived its job", extra={"pid": process.pid, "slot": process.mark})
-
-
 def _remains(departure: Departure, holders: Sequence[tuple[GpuProcess, ...] | None]) -> Remains:
     """Unknown is not nothing."""
     unknown = any(processes is None for processes in holders)
@@ -140,21 +132,3 @@ def _under_warm_model(claim: Claim) -> bool:
 
 def _memory_mb(claim: Claim) -> int:
     return claim.lease.request.memory_mb if claim.lease else 0
-
-
-def _kill(process: GpuProcess) -> bool:
-    """Kill it if it still is the process that was seen: its number may have been given to another."""
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:
-        return False
-    try:
-        if describe(process.pid, None).mark != process.mark:
-            return False
-        signal.pidfd_send_signal(fd, signal.SIGKILL)
-    except OSError as refused:
-        log.warning("cannot end a process", extra={"pid": process.pid, "error": str(refused)})
-        return False
-    finally:
-        os.close(fd)
-    return True

@@ -66,6 +66,7 @@ class Intake:
         no_room: Callable[[Sequence[Claim]], dict[str, str]],
         on_read: Callable[[int, bool], None],
         on_refused: Callable[[Claim, str | None], None],
+        on_broken: Callable[[Claim, str], None],
         on_denied: Callable[[Sequence[NotClaimed]], None],
         on_claimed: Callable[[Sequence[Claim], int, int], None] = lambda _claims, _since, _until: None,
     ) -> None:
@@ -79,6 +80,7 @@ class Intake:
         self._settings = settings
         self._on_read = on_read
         self._on_refused = on_refused
+        self._on_broken = on_broken
         self._on_denied = on_denied
         self._on_claimed = on_claimed
         self._no_room = no_room
@@ -236,18 +238,24 @@ class Intake:
         batches = _batches(claims)
         no_room = self._no_room([batch[0] for batch in batches])
         for batch in sorted(batches, key=_choosiness):
-            reason = no_room.get(batch[0].job_id)
-            if reason or not self._dispatched(batch):
-                for claim in batch:
-                    self._on_refused(claim, reason)
+            if reason := no_room.get(batch[0].job_id):
+                self._refuse(batch, reason)
+            else:
+                self._dispatch(batch)
 
-    def _dispatched(self, batch: Batch) -> bool:
+    def _dispatch(self, batch: Batch) -> None:
         try:
-            return self._slots.dispatch(batch)
-        except Exception:
+            if not self._slots.dispatch(batch):
+                self._refuse(batch, None)
+        except Exception as error:
             # One job that cannot be sent must not strand those behind it: claimed, and running nowhere.
             log.exception("dispatch broke", extra=about(batch[0]))
-            return False
+            for claim in batch:
+                self._on_broken(claim, f"no slot could take it: {type(error).__name__}: {error}")
+
+    def _refuse(self, batch: Batch, reason: str | None) -> None:
+        for claim in batch:
+            self._on_refused(claim, reason)
 
     def _leave(self) -> None:
         """Give back what was read and not claimed; whatever fails here, the leader finds after a while."""

@@ -16,11 +16,11 @@ from orchestrator.store.policies import Copy
 from orchestrator.stream.hub import Hub
 from orchestrator.telemetry import tracing
 from worker.acknowledger import Acknowledger
-from worker.custody import end_processes
 from worker.doorbell import Listener
 from worker.keepalive import Keepalive
 from worker.nursery import Nursery
 from worker.starts import Starts
+from worker.strays import end_processes
 
 log = logging.getLogger(__name__)
 

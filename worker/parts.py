@@ -12,14 +12,14 @@ from typing import Any
 
 from orchestrator.errors import Overloaded
 from orchestrator.gpu import Gpu, Health
-from orchestrator.jobs import FINISH, HAND_BACK, RETRY, RetryPolicy
+from orchestrator.jobs import FINISH, HAND_BACK, RETRY, ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot, Terms
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.claim_leases import NO_BLANK_SLOT
 from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Beat
-from orchestrator.store.settle import End, Release, Settled, Start, never_started
+from orchestrator.store.settle import End, Outcome, Release, Settled, Start, never_started
 from orchestrator.telemetry import life, logs, tracing
 from orchestrator.telemetry.life import about
 from worker.custody import Custody, Departure
@@ -150,6 +150,7 @@ class Parts:
             no_room=self._custody.no_room,
             on_read=self._read,
             on_refused=self._refused,
+            on_broken=self._broken,
             on_denied=self._denied,
             on_claimed=self._claimed,
         )
@@ -258,12 +259,18 @@ class Parts:
     def _refused(self, claim: Claim, no_room: str | None) -> None:
         """Claimed, but its slot went away meanwhile, or the memory that its lease speaks of is not there."""
         reason, pause = (no_room, self._settings.gpu_sample_s) if no_room else ("no slot was free any more", 0.0)
-        back = never_started(claim.job_id, claim.attempt, reason, claim.lease_key, pause)
-        back = back._replace(trace_context=claim.trace_context)
         if no_room:
             self._node.keepalive.poke()  # the database must hear of it before others get the same answer
+        self._end_unstarted(claim, never_started(claim.job_id, claim.attempt, reason, claim.lease_key, pause))
+
+    def _broken(self, claim: Claim, error: str) -> None:
+        """Claimed, and nothing can be made of it here. It is charged: handed back, it would come again for ever."""
+        end = never_started(claim.job_id, claim.attempt, error, claim.lease_key)
+        self._end_unstarted(claim, end._replace(outcome=Outcome.FAILED, error_kind=ErrorKind.TRANSIENT))
+
+    def _end_unstarted(self, claim: Claim, end: End) -> None:
         try:
-            self._write_down(back)
+            self._write_down(end._replace(trace_context=claim.trace_context))
         except Overloaded:  # the session ended while the claim was being committed: the leader finds the job
             log.warning("left a claimed job behind", extra=about(claim))
 

@@ -154,8 +154,8 @@ class Roster:
             slot = None if self._closing else self._slot_for(batch[0])
             if slot is None:
                 return not self._closing and self._hand.keep(batch, time.monotonic())
+            slot.take(batch)  # first: what cannot be taken must not cost its slot
             self._free.remove(slot)
-            slot.take(batch)
         slot.send_jobs(batch)
         return True
 

@@ -29,6 +29,7 @@ from worker.process import SlotProcess
 from worker.roster import Roster
 from worker.run import Batch, Run
 from worker.starts import PATIENCE_S, Starts
+from worker.strays import end_all_of
 
 log = logging.getLogger(__name__)
 
@@ -288,6 +289,7 @@ class SlotPool(Roster):
         self._drain(slot)
         self._started_up(slot)
         code = slot.process.reap()
+        end_all_of(slot.mark)
         for source in (slot.process.pidfd, slot.pipe):
             if source in self._selector.get_map():
                 self._selector.unregister(source)

@@ -35,6 +35,12 @@ def describe(pid: int, memory_mb: int | None) -> GpuProcess:
     return GpuProcess(pid, memory_mb, mark, lineage)
 
 
+def wearers(mark: str) -> list[GpuProcess]:
+    """All processes of this machine that wear it."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [GpuProcess(pid, None, mark, ()) for pid in pids if _mark(pid) == mark]
+
+
 def _mark(pid: int) -> str | None:
     prefix = f"{MARK}=".encode()
     try:

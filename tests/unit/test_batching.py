@@ -66,7 +66,7 @@ def intake_of(lane: Lane, pending: tuple[str, ...] = ()) -> Intake:
     """One that only reads; `pending` are entries that it got already, before a fault."""
     nothing: Any = SimpleNamespace(db_timeout_s=1.0, redis_block_ms=1)
     slots: Any = SimpleNamespace(batching=BATCHING, seal=lambda: None)
-    told: dict[str, Any] = dict.fromkeys(("vouched", "no_room", "on_read", "on_refused", "on_denied"))
+    told: dict[str, Any] = dict.fromkeys(("vouched", "no_room", "on_read", "on_refused", "on_broken", "on_denied"))
     made = Intake(nothing, nothing, nothing, lane, slots, nothing, nothing, nothing, **told)  # type: ignore[arg-type]
     made._unanswered = [Entry("0-1", "job", type) for type in pending]
     return made

@@ -225,3 +225,13 @@ def test_whoever_waits_in_hand_is_first_when_nothing_more_is_claimed_ahead(roste
     roster._free = [Slot(resident=KEEPS.resident)]
     assert roster.dispatch(job("leased", lease=GPU))
     assert roster.wait_room(0.0) == 0
+
+
+def test_a_job_that_no_slot_can_take_costs_no_slot(roster, monkeypatch):
+    def broken(_slot: Any, _batch: Any) -> None:
+        raise TypeError("no number")
+
+    monkeypatch.setattr(Slot, "take", broken)
+    with pytest.raises(TypeError):
+        roster.dispatch(job("bad"))
+    assert roster.wait_room(0.0) == 2

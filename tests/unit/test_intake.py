@@ -15,7 +15,7 @@ from worker.roster import Roster
 
 def intake_of(slots: Roster, **reader: Any) -> Intake:
     given: Any = Mock(db_timeout_s=1.0)
-    told: dict[str, Any] = dict.fromkeys(("no_room", "on_read", "on_refused", "on_denied"))
+    told: dict[str, Any] = dict.fromkeys(("no_room", "on_read", "on_refused", "on_broken", "on_denied"))
     told["vouched"] = lambda: True
     return Intake(given, given, given, SimpleNamespace(**reader), slots, given, given, given, **told)  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from tests.worker.databases import EMBEDDED_TOO
 from worker import hand
 from worker.node import Node
 from worker.post import Post
+from worker.process import SlotProcess
 from worker.session import Session
 
 GATED = ("tests.worker.gated_handlers",)
@@ -259,6 +260,41 @@ def test_jobs_claimed_ahead_go_back_uncharged_when_slow_ones_take_the_slots(
     gate.unlink()
     ends = [cluster.wait_for(job.job_id, "done") for job in [*slow, *behind]]
     assert {end["attempts"] for end in ends} == {1} and {end["crashes"] for end in ends} == {0}
+
+
+def test_a_job_that_no_slot_can_take_is_charged_and_costs_no_slot(cluster, orchestrator, session, monkeypatch):
+    """Handed back uncharged it would come again for ever, and each time take a slot with it."""
+    take = SlotProcess.take
+
+    def picky(slot, batch):
+        if batch[0].agent == "broken":
+            raise TypeError("no number")
+        take(slot, batch)
+
+    monkeypatch.setattr(SlotProcess, "take", picky)
+    session.begin()
+    broken = [submit(orchestrator, "echo", {}, agent="broken", max_attempts=1, min_memory_mb=100) for _ in range(3)]
+    ends = [cluster.wait_for(job_id, "dead_letter") for job_id in broken]
+    assert {end["last_error"] for end in ends} == {"no slot could take it: TypeError: no number"}
+    others = [submit(orchestrator, "echo", {}) for _ in range(2)]
+    assert all(cluster.wait_for(job_id, "done") for job_id in others)
+    assert session._slots.usable() == 2 and leased(cluster) == 0
+
+
+@pytest.mark.parametrize("ended", ["while its job runs", "after its job"])
+def test_a_worker_that_stops_leaves_no_process_of_a_handler_behind(cluster, orchestrator, gate, tmp_path, ended):
+    """It left its slot's group and session, and is known by the mark in its environment."""
+    told = tmp_path / "pid"
+    worker = cluster.worker(worker_handlers=GATED)
+    job_id = submit(orchestrator, "leaves", {"pid": str(told), "gate": str(gate)})
+    cluster.wait_for(job_id, "running")
+    child = int(wait_until(lambda: told.exists() and told.read_text(), what="its child"))
+    if ended == "after its job":
+        gate.unlink()
+        cluster.wait_for(job_id, "done")
+        assert alive(child)
+    assert worker.stop() == 0
+    assert gone(child)
 
 
 @EMBEDDED_TOO
