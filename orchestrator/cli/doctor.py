@@ -91,7 +91,9 @@ def _database(db: Database) -> Iterator[Finding]:
     found = versions.of_database(db)
     # An old one may refuse whatever else is asked of it.
     more = f", {db.write(lambda conn: conn.get_isolation_level())}" if found.new_enough else _needs(found)
-    yield Finding("database", found.new_enough, f"{safe_url(db.settings.database_url)}, version {found.text}{more}")
+    obstacle = db.obstacle() if found.new_enough else None
+    detail = f"{safe_url(db.settings.database_url)}, version {found.text}{more}{f'; {obstacle}' if obstacle else ''}"
+    yield Finding("database", found.new_enough and obstacle is None, detail)
 
 
 def _clock(db: Database) -> Iterator[Finding]:

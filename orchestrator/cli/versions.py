@@ -1,4 +1,4 @@
-"""Which servers are new enough: asked before anything starts, and told by `gpuorch doctor`.
+"""Which servers are new enough, and set up for us: asked before anything starts, and told by `gpuorch doctor`.
 
 A server that does not answer is no older for it: whoever starts waits for it as always. A version that cannot be read
 is let pass.
@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from orchestrator.errors import ServerTooOld, Unavailable
+from orchestrator.errors import ConfigError, ServerTooOld, Unavailable
 from orchestrator.settings import Settings, safe_url
 from orchestrator.store.database import Database
 
@@ -46,8 +46,10 @@ def of_database(db: Database) -> Version:
 
 
 def require_database(db: Database) -> None:
-    """Raises ServerTooOld, or DatabaseUnavailable."""
+    """Raises ServerTooOld, ConfigError when it takes no writes of ours, or DatabaseUnavailable."""
     _require(of_database(db), db.settings.database_url, "database_url")
+    if obstacle := db.obstacle():
+        raise ConfigError(f"{safe_url(db.settings.database_url)}: {obstacle}")
 
 
 def require_redis(settings: Settings) -> None:

@@ -58,7 +58,15 @@ class SQLite:
 
     def is_away(self, error: DBAPIError) -> bool:
         signs = ("locked", "unable to open", "disk", "readonly")
-        return error.connection_invalidated or any(sign in str(error.orig) for sign in signs)
+        broken = error.connection_invalidated or any(sign in str(error.orig) for sign in signs)
+        return broken or self.remedy(error) is not None
+
+    def remedy(self, error: DBAPIError) -> str | None:
+        ruined = any(sign in str(error.orig) for sign in ("not a database", "malformed"))
+        return "name another file in database_url (ORCH_DATABASE_URL), or restore this one" if ruined else None
+
+    def obstacle(self, _conn: Connection) -> str | None:
+        return None
 
     def vigil(self, _engine: Engine, _settings: Settings, _silence_s: float) -> None:
         return None  # a file is never silent
