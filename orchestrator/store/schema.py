@@ -49,6 +49,7 @@ from orchestrator.gpu import Health
 from orchestrator.jobs import Queued, Status
 from orchestrator.leases import LEASE_ENDS, LeaseState
 from orchestrator.pools import PoolState, Provider
+from orchestrator.setting_values import MAX_BACKEND
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
 from orchestrator.workflows import FlowStatus, Sweep
 
@@ -353,7 +354,7 @@ nodes = Table(
     metadata,
     Column("node_id", String(128), primary_key=True),
     Column("hostname", String(255), nullable=False),
-    Column("gpu_backend", String(64), nullable=False),
+    Column("gpu_backend", String(MAX_BACKEND), nullable=False),
     # What the host has, when it tells, and what leases took of it.
     Column("cpu_milli", Integer),
     Column("memory_mb", Integer),

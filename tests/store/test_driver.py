@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pymysql.connections import Connection
 from pymysql.constants import SERVER_STATUS
+from pymysql.err import OperationalError
 from sqlalchemy import text
 from sqlalchemy.exc import DataError
 
@@ -116,5 +117,5 @@ def test_without_an_authority_it_encrypts_as_the_driver_does_and_reads_none():
 
 
 def test_an_authority_that_is_named_is_checked():
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(OperationalError, match=r"2026, 'ssl_ca=/no/such/authority.pem: .*No such file"):
         QuickConnection(defer_connect=True, ssl_ca="/no/such/authority.pem", ssl_verify_cert=True)

@@ -41,6 +41,13 @@ REFUSALS = [
 ]
 
 
+def test_an_authority_that_cannot_be_read_is_one_line(account, capsys):
+    for command in (["migrate"], ["leader"]):
+        assert run([*command, "--database-url", f"{account()}?ssl_ca=/no/such.pem"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "ssl_ca=/no/such.pem: [Errno 2] No such file" in line and "check what ssl_… says in database_url" in line
+
+
 def said_once(text, code, remedy):
     return f"({code}, " in text and remedy in text and not any(word in text for word in ("hunter2", "wrong2", "Trace"))
 

@@ -20,14 +20,11 @@ class SQLite:
     locks_rows = False
 
     def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
-        path = make_url(settings.database_url).database
-        if not path or path == ":memory:":
-            message = "database_url: SQLite needs a file, since several processes share it"
-            raise ConfigError(message)
+        folder = Path(make_url(settings.database_url).database or "").parent
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"database_url: {Path(path).parent}: {error.strerror}") from None
+            raise ConfigError(f"database_url: {folder}: {error.strerror}") from None
         engine = create_engine(
             settings.database_url,
             hide_parameters=True,  # payloads, in the text of an error
