@@ -119,8 +119,9 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     safe = found.maxmemory_policy == "noeviction"
     hint = "" if safe else "; set it to noeviction, or streams may be evicted"
     yield Finding("maxmemory-policy", safe, found.maxmemory_policy + hint)
-    # Not a fault: what a restart loses is published again from the database.
-    kept = "yes" if found.appendonly else "no; a restart of Redis delays jobs, loses none"
+    # Not a fault: what a restart loses of jobs is published again from the database.
+    lost = "a restart of Redis delays jobs, and loses events of ingest_events that are no jobs yet"
+    kept = "yes" if found.appendonly else f"no; {lost}"
     yield Finding("appendonly", ok=True, detail=kept)
 
 

@@ -6,13 +6,16 @@ is let pass.
 
 from __future__ import annotations
 
+import logging
 import re
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from orchestrator.errors import ConfigError, ServerTooOld, Unavailable
 from orchestrator.settings import Settings, safe_url
 from orchestrator.store.database import Database
+
+log = logging.getLogger(__name__)
 
 #: Kind of server → its name, and the oldest version that everything here is tested with.
 OLDEST = {
@@ -53,11 +56,14 @@ def require_database(db: Database) -> None:
 
 
 def require_redis(settings: Settings) -> None:
-    """Raises ServerTooOld."""
+    """Raises ServerTooOld. What else about it endangers delivery is told in the log."""
     from orchestrator.stream import server
+    from orchestrator.stream.hub import Hub
 
-    with suppress(Unavailable):
+    with suppress(Unavailable), closing(Hub(settings)) as hub:
         _require(Version(*server.version(settings)), settings.redis_url, "redis_url")
+        for warning in hub.warnings():
+            log.warning("redis endangers delivery", extra={"reason": warning})
 
 
 def _require(found: Version, url: str, setting: str) -> None:
