@@ -16,6 +16,7 @@ wherever that is: half of a system elsewhere would be another system.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import tomllib
@@ -84,7 +85,7 @@ def load(
     table = _read_table(path, problems) if path else {}
     given = _environment_layer(environ, problems) | _layer(table or {}, f"file {path}", problems)
     given |= _flag_layer(cli, problems)
-    given = _local_database(given) | given
+    given = _local_database(given, problems) | given
     # Without its file no value is really known, so nothing is said about how they relate.
     settings = _validate(given, doubtful=FIELDS if table is None else (), problems=problems)
     if problems:
@@ -113,12 +114,34 @@ def _flag_layer(cli: Mapping[str, object], problems: list[str]) -> dict[str, Giv
     return given | {key: Given(_from_text(key, text), "flag", text) for key, text in texts.items()}
 
 
-def _local_database(given: Mapping[str, Given]) -> dict[str, Given]:
+def _local_database(given: Mapping[str, Given], problems: list[str]) -> dict[str, Given]:
+    if not _is_somewhere():
+        problems.append("the working directory does not exist any more; change into one that does")
+        return {}
     directory = given["data_dir"].value if "data_dir" in given else None
     if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
         return {}  # the usual one, or none that could be one
+    if _leads_to_itself(Path(directory)):
+        problems.append(_field_message("data_dir", given["data_dir"], "must not be a link that leads to itself"))
+        return {}
     url = local_database(Path(directory))
     return {"database_url": Given(url, IN_DATA_DIR, url)}
+
+
+def _is_somewhere() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _leads_to_itself(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def local_database(data_dir: Path) -> str:

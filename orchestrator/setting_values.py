@@ -13,6 +13,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from orchestrator.names import TypeName
 
+#: Characters between two dots of a host's name.
+MAX_LABEL = 63
+#: Characters of what a node says of its GPUs.
+MAX_BACKEND = 64
+
 
 def _split(url: str) -> SplitResult:
     # urlsplit drops tabs and newlines silently, and its own messages quote the password.
@@ -20,10 +25,21 @@ def _split(url: str) -> SplitResult:
         raise ValueError("must hold no whitespace and no control characters")
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        port = parts.port
     except ValueError:
         raise ValueError("must be a URL; write special characters of the password as %XX") from None
+    if port == 0:  # the libraries would take their usual one
+        raise ValueError("must not name port 0; leave it out for the usual one")
+    _check_host(parts.hostname or "")
     return parts
+
+
+def _check_host(host: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9._:-]*", host):
+        raise ValueError("must name a host by letters, digits, dots and dashes")
+    # Looking up any other ends in an error of Python's own. A dot may stand at the end.
+    if host and not all(0 < len(label) <= MAX_LABEL for label in host.removesuffix(".").split(".")):
+        raise ValueError(f"must name a host with 1 to {MAX_LABEL} characters between two dots")
 
 
 #: What may stand behind the ? of a URL. The libraries take any argument of their own there, and some would overrule
@@ -42,9 +58,7 @@ _OPTIONS = {
 }
 
 
-def _check_parts(parts: SplitResult, kind: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9._:-]*", parts.hostname or ""):
-        raise ValueError("must name a host by letters, digits, dots and dashes")
+def _check_options(parts: SplitResult, kind: str) -> None:
     for key, value in parse_qsl(parts.query, keep_blank_values=True):
         known = [pattern for name, pattern in _OPTIONS[kind].items() if re.fullmatch(name, key)]
         if not known or not re.fullmatch(known[0], value):
@@ -55,22 +69,25 @@ def _check_parts(parts: SplitResult, kind: str) -> None:
 def _database_url(url: str) -> str:
     parts, (scheme, separator, rest) = _split(url), url.partition("://")
     if scheme == "sqlite" and separator and not parts.netloc:
-        _check_parts(parts, "sqlite")
+        _check_options(parts, "sqlite")
+        if parts.path in {"", "/", "/:memory:"}:
+            raise ValueError("must name a file (sqlite:///FILE), since several processes share it")
         return url
     if scheme in {"mysql+pymysql", "mysql", "mariadb"} and parts.path.strip("/"):
-        _check_parts(parts, "mysql")
+        _check_options(parts, "mysql")
         return f"mysql+pymysql://{rest}"
     raise ValueError("must be sqlite:///FILE or mysql+pymysql://user:password@host:3306/NAME")
 
 
 def _redis_url(url: str) -> str:
-    parts, (scheme, separator, _) = _split(url), url.partition("://")
+    scheme, separator, _ = url.partition("://")
     if scheme in {"redis+sentinel", "redis+cluster"}:
         raise ValueError(f"this version does not support {scheme}:// yet; use redis:// or rediss://")
+    parts = _split(url)
     # The client library quietly takes database 0 for a path that is no number.
     paths = {"redis": r"(/[0-9]{0,5})?", "rediss": r"(/[0-9]{0,5})?", "unix": r"/.+"}
     if separator and scheme in paths and re.fullmatch(paths[scheme], parts.path):
-        _check_parts(parts, scheme)
+        _check_options(parts, scheme)
         return url
     raise ValueError("must be redis://host:6379/0, rediss://host:6379/0 or unix:///SOCKET?db=0")
 
@@ -81,7 +98,8 @@ WHY_LOOPBACK = "this version has no authentication yet, so it does not listen on
 
 def _host(host: str) -> str:
     try:
-        open_to_network = host != "localhost" and not ipaddress.ip_address(host).is_loopback
+        # A zone (::1%lo) adds nothing to a loopback address, and any text can stand there.
+        open_to_network = host != "localhost" and ("%" in host or not ipaddress.ip_address(host).is_loopback)
     except ValueError:
         open_to_network = True
     if open_to_network:
@@ -99,6 +117,8 @@ def _prefix(text: str) -> str:
 def _gpu_backend(text: str) -> str:
     group = r"[1-9][0-9]{0,2}x[1-9][0-9]{0,6}"
     if text in {"auto", "nvml", "none"} or re.fullmatch(rf"sim:{group}(,{group})*", text):
+        if len(text) > MAX_BACKEND:
+            raise ValueError(f"must have at most {MAX_BACKEND} characters; write GPUs that are alike as one NxMB")
         return text
     raise ValueError("must be auto, nvml, none or sim:NxMB[,NxMB], for example sim:2x24576")
 

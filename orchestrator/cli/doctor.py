@@ -91,7 +91,9 @@ def _database(db: Database) -> Iterator[Finding]:
     found = versions.of_database(db)
     # An old one may refuse whatever else is asked of it.
     more = f", {db.write(lambda conn: conn.get_isolation_level())}" if found.new_enough else _needs(found)
-    yield Finding("database", found.new_enough, f"{safe_url(db.settings.database_url)}, version {found.text}{more}")
+    obstacle = db.obstacle() if found.new_enough else None
+    detail = f"{safe_url(db.settings.database_url)}, version {found.text}{more}{f'; {obstacle}' if obstacle else ''}"
+    yield Finding("database", found.new_enough and obstacle is None, detail)
 
 
 def _clock(db: Database) -> Iterator[Finding]:
@@ -117,8 +119,9 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     safe = found.maxmemory_policy == "noeviction"
     hint = "" if safe else "; set it to noeviction, or streams may be evicted"
     yield Finding("maxmemory-policy", safe, found.maxmemory_policy + hint)
-    # Not a fault: what a restart loses is published again from the database.
-    kept = "yes" if found.appendonly else "no; a restart of Redis delays jobs, loses none"
+    # Not a fault: what a restart loses of jobs is published again from the database.
+    lost = "a restart of Redis delays jobs, and loses events of ingest_events that are no jobs yet"
+    kept = "yes" if found.appendonly else f"no; {lost}"
     yield Finding("appendonly", ok=True, detail=kept)
 
 

@@ -14,7 +14,7 @@ from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, safe_url
 from orchestrator.store import revisions
-from orchestrator.store.database import Database
+from orchestrator.store.database import Database, DatabaseRefuses
 from orchestrator.store.dialect import missing_file
 
 
@@ -47,20 +47,22 @@ def upgrade(db: Database) -> None:
 
 @contextmanager
 def opened(settings: Settings, *, create: bool = False) -> Iterator[Database]:
-    """Raises ConfigError when there is none, unless it may be created."""
+    """Raises ConfigError when there is none, unless it may be created, or when it refuses us."""
     if not create and (missing := missing_file(settings.database_url)):
         ways = "name another with --config or ORCH_DATABASE_URL, or start everything here: gpuorch dev"
         raise ConfigError(f"there is no database at {missing.absolute()}; run: gpuorch migrate, {ways}")
     db = Database(settings)
     try:
         yield db
+    except DatabaseRefuses as refused:
+        raise ConfigError(str(refused)) from refused
     finally:
         db.close()
 
 
 @contextmanager
 def checked(settings: Settings, *, create: bool = False) -> Iterator[Database]:
-    """`opened`, of a server that is new enough. Raises ServerTooOld besides."""
+    """`opened`, of a server that is new enough and takes our writes. Raises ServerTooOld besides."""
     with opened(settings, create=create) as db:
         versions.require_database(db)
         yield db

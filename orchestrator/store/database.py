@@ -50,6 +50,10 @@ class TookTooLong(DatabaseUnavailable):
     """The server did not answer within `db_timeout_s`: it is slow, or this connection died in silence."""
 
 
+class DatabaseRefuses(DatabaseUnavailable):
+    """The server is there and will not serve us before an operator changes what the message says."""
+
+
 class Waiting(Enum):
     """How long a transaction waits for a row that others hold."""
 
@@ -153,6 +157,10 @@ class Database:
         dialect = self._reader.dialect
         return dialect.name, tuple(getattr(dialect, "server_version_info", None) or ())
 
+    def obstacle(self) -> str | None:
+        """What an operator must change before this server takes our writes. Raises DatabaseUnavailable."""
+        return self.read(self._dialect.obstacle)
+
     def leader_lock(self) -> LeaderLock | None:
         return self._guard(lambda: self._dialect.leader_lock(self._reader, self.settings))
 
@@ -186,27 +194,32 @@ class Database:
                 elif run < MAX_RUNS and self._dialect.is_contention(error) and time.monotonic() - began < patient_s:
                     time.sleep(random.uniform(0, 0.005 * 2**run))
                 elif self._dialect.is_away(error):
-                    raise self._unavailable(error) from error
+                    raise self.unavailable(error) from error
                 elif self._dialect.is_content(error) and error.orig is not None:
                     raise DataError(error.statement, error.params, error.orig, hide_parameters=True) from error
                 else:
                     raise
             except PoolTimeout as error:
-                raise self._unavailable(error) from error
+                raise self.unavailable(error) from error
         raise AssertionError  # the last run returns or raises
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except SQLAlchemyError as error:
-            raise self._unavailable(error) from error
+            raise self.unavailable(error) from error
 
-    def _unavailable(self, error: SQLAlchemyError) -> DatabaseUnavailable:
-        cause = error.orig if isinstance(error, DBAPIError) else error
-        kind = self._kind(error) if isinstance(error, DBAPIError) else DatabaseUnavailable
-        return kind(f"{safe_url(self.settings.database_url)}: {cause}")
+    def unavailable(self, error: SQLAlchemyError) -> DatabaseUnavailable:
+        """What it is called that this server could not serve."""
+        where = safe_url(self.settings.database_url)
+        if not isinstance(error, DBAPIError):
+            return DatabaseUnavailable(f"{where}: {error}")
+        remedy = self._dialect.remedy(error)
+        return self._kind(error)(f"{where}: {error.orig}{f'; {remedy}' if remedy else ''}")
 
     def _kind(self, error: DBAPIError) -> type[DatabaseUnavailable]:
+        if self._dialect.remedy(error):
+            return DatabaseRefuses
         if self._dialect.locks_rows and self._dialect.is_contention(error):
             return RowsHeld
         return TookTooLong if self._dialect.is_late(error) else DatabaseUnavailable

@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator import actors
-from orchestrator.errors import ConfigError, DatabaseUnavailable
+from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, safe_url
 from orchestrator.store import audit, revisions
 from orchestrator.store.database import Database
@@ -64,7 +64,8 @@ def _locked(db: Database) -> Iterator[Connection]:
     except DBAPIError as error:
         held = dialect_of(db.settings.database_url).is_held(error)
         hint = "; somebody's transaction uses a table that must change: end it, and migrate again" if held else ""
-        raise DatabaseUnavailable(f"{safe_url(db.settings.database_url)}: {error.orig}{hint}") from error
+        named = db.unavailable(error)
+        raise type(named)(f"{named}{hint}") from error
 
 
 def _config(connection: Connection) -> Config:

@@ -50,6 +50,7 @@ from orchestrator.jobs import Queued, Status
 from orchestrator.leases import LEASE_ENDS, LeaseState
 from orchestrator.pools import MAX_WORKERS, PoolState, Provider
 from orchestrator.ranking import MAX_PRIORITY
+from orchestrator.setting_values import MAX_BACKEND
 from orchestrator.store.dialect import TABLE_OPTIONS, CountingId, LongText, UtcDateTime, utc_now
 from orchestrator.workflows import FlowStatus, Sweep
 
@@ -389,7 +390,7 @@ nodes = Table(
     metadata,
     Column("node_id", String(128), primary_key=True),
     Column("hostname", String(255), nullable=False),
-    Column("gpu_backend", String(64), nullable=False),
+    Column("gpu_backend", String(MAX_BACKEND), nullable=False),
     # What the host has, when it tells, and what leases took of it.
     Column("cpu_milli", Integer, _within("cpu_milli", 0)),
     Column("memory_mb", Integer, _within("memory_mb", 0)),

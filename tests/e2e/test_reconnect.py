@@ -40,6 +40,13 @@ ECHO: dict[str, Any] = {"type": "echo", "payload": {}}
 SHORT_SLEEP: dict[str, Any] = {"type": "sleep", "payload": {"seconds": 0.1}}
 
 
+class LoggedMariaDB(MariaDB):
+    """With a binary log, as one that others replicate."""
+
+    def command(self) -> list[str]:
+        return [*super().command(), "--log-bin=binlog", "--server-id=1"]
+
+
 class MortalRedis(Redis):
     """Takes more options at its next start."""
 
@@ -186,7 +193,7 @@ class System:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with ExitStack() as stack:
-        mariadb = stack.enter_context(new_server(MariaDB))
+        mariadb = stack.enter_context(new_server(LoggedMariaDB))
         redis_server = stack.enter_context(new_server(MortalRedis))
         to_db, to_redis = stack.enter_context(Proxy(mariadb.port)), stack.enter_context(Proxy(redis_server.port))
         system = System(mariadb, redis_server, to_db, to_redis, tmp_path_factory.mktemp("cluster"))
@@ -283,6 +290,45 @@ def test_a_database_without_connections_left(system: System) -> None:
         refused(load)
         hogs.close()
         system.sql("SET GLOBAL max_connections = 300")
+
+
+@contextmanager
+def new_password(system: System) -> Iterator[str]:
+    system.sql("ALTER USER orch@'127.0.0.1' IDENTIFIED BY 'sesame'")
+    system.to_db.cut()  # those that are in stay in
+    try:
+        yield "check the user and the password"
+    finally:
+        system.sql("ALTER USER orch@'127.0.0.1' IDENTIFIED BY ''")
+
+
+@contextmanager
+def rights_withdrawn(system: System) -> Iterator[str]:
+    system.sql(
+        "REVOKE ALL ON orchestrator.* FROM orch@'127.0.0.1'", "GRANT SELECT ON orchestrator.* TO orch@'127.0.0.1'"
+    )
+    system.to_db.cut()
+    try:
+        yield "grant this user all rights"
+    finally:
+        system.sql("GRANT ALL ON orchestrator.* TO orch@'127.0.0.1'")
+
+
+@contextmanager
+def log_of_statements(system: System) -> Iterator[str]:
+    system.sql("SET GLOBAL binlog_format = 'STATEMENT'")
+    system.to_db.cut()
+    try:
+        yield "set binlog_format to ROW or MIXED"
+    finally:
+        system.sql("SET GLOBAL binlog_format = 'MIXED'")  # who is in keeps the other: it must come anew
+
+
+@pytest.mark.parametrize("state", [new_password, rights_withdrawn, log_of_statements])
+def test_a_database_that_answers_and_refuses(system: System, state: Callable[[System], Any]) -> None:
+    with outage(system, f"db-{state.__name__}".replace("_", "-"), "database") as load, state(system) as reason:
+        system.wait_red("database", reason)
+        refused(load)
 
 
 # --- Redis ---

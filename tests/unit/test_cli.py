@@ -464,6 +464,27 @@ def test_doctor(valkey_server, capsys):
     assert all(line.startswith("✓ ") for line in lines) and len(lines) == 7, lines
 
 
+def test_a_redis_that_may_evict_or_forget_is_told(valkey_server, capsys, caplog):
+    settings = Settings(redis_url=valkey_server.url)
+    servers.require_redis(settings)
+    assert caplog.records == []
+    with valkey_server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("appendonly", "no")
+        try:
+            servers.require_redis(settings)
+            run(["doctor", "--redis-url", valkey_server.url, "--gpus", "none"])
+        finally:
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("appendonly", "yes")
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == ("WARNING", "redis endangers delivery")
+    assert "allkeys-lru; set it to noeviction" in record.reason
+    shown = capsys.readouterr().out
+    assert "✓ appendonly: no; " in shown and "loses events of ingest_events that are no jobs yet" in shown
+    servers.require_redis(Settings(redis_url="redis://127.0.0.1:1"))  # one that is away is waited for
+
+
 def test_doctor_tries_where_spans_should_go(valkey_server, capsys, monkeypatch):
     with receiving() as receiver:
         monkeypatch.setenv("ORCH_OTLP_ENDPOINT", receiver.url)

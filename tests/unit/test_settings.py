@@ -132,6 +132,21 @@ def test_a_data_directory_that_can_hold_no_database_is_what_is_refused():
     assert load(environ={"ORCH_DATA_DIR": "/a b", "ORCH_DATABASE_URL": MARIADB}).settings.data_dir == Path("/a b")
 
 
+@pytest.mark.parametrize("environ", [{}, {"ORCH_DATABASE_URL": MARIADB}], ids=["local", "named"])
+def test_a_data_directory_that_leads_to_itself_is_refused(tmp_path, environ):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert the_refusal(environ={"ORCH_DATA_DIR": str(loop)} | environ).startswith(f"data_dir = '{loop}' (environment")
+
+
+@pytest.mark.parametrize("environ", [{}, {"ORCH_DATA_DIR": "here"}, {"ORCH_DATA_DIR": "/there"}], ids=str)
+def test_nothing_is_found_from_a_working_directory_that_is_gone(tmp_path, monkeypatch, environ):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert the_refusal(environ=environ) == "the working directory does not exist any more; change into one that does"
+
+
 # Unknown names.
 
 
@@ -258,6 +273,16 @@ def test_a_wrong_rule_is_named():
         ("database_url", "mysql://u@%ff/db"),
         ("database_url", "mysql://u@h,i/db"),
         ("database_url", "sqlite:///x.db?mode=ro"),
+        ("database_url", "sqlite://"),
+        ("database_url", "sqlite:///"),
+        ("database_url", "sqlite:///:memory:"),
+        ("database_url", "mysql://u@a..b/db"),
+        ("database_url", f"mysql://u@{'a' * 64}.b/db"),
+        ("database_url", "mysql://u@h:0/db"),
+        ("redis_url", "redis://a..b:1"),
+        ("redis_url", "redis://.a"),
+        ("redis_url", f"redis://{'a' * 64}"),
+        ("redis_url", "redis://127.0.0.1:0"),
         ("redis_url", "http://h"),
         ("redis_url", "redis"),
         ("redis_url", "redis://h:6379/zero"),
@@ -276,6 +301,7 @@ def test_a_wrong_rule_is_named():
         ("redis_url", "unix:///r.sock?db="),
         ("host", "example.org"),
         ("host", ""),
+        ("host", "::1%a..b"),
         ("port", "-1"),
         ("port", "65536"),
         ("port", "80.0"),
@@ -321,6 +347,7 @@ def test_a_wrong_rule_is_named():
         ("gpu_backend", "sim:0x1"),
         ("gpu_backend", "sim:2x24576,"),
         ("gpu_backend", "sim:99999x1"),
+        ("gpu_backend", "sim:" + ",".join(["1x1000000"] * 7)),
         ("gpu_mem_gate_pct", "0"),
         ("gpu_mem_gate_pct", "101"),
         ("redis_block_ms", "0"),
@@ -329,6 +356,8 @@ def test_a_wrong_rule_is_named():
         ("kubernetes_url", "https://h?x"),
         ("kubernetes_url", "https://h#x"),
         ("otlp_endpoint", "https://h#x"),
+        ("otlp_endpoint", "http://a..b:4318"),
+        ("kubernetes_url", "https://a..b"),
         ("log_format", "xml"),
         ("log_level", "loud"),
     ],
@@ -415,6 +444,7 @@ def test_what_comes_later_says_so(key, text, message):
         ("database_url", "mysql+pymysql://u@[::1]:1/db", "mysql+pymysql://u@[::1]:1/db"),
         ("redis_url", "rediss://h?ssl_ca_certs=/ca.pem", "rediss://h?ssl_ca_certs=/ca.pem"),
         ("redis_url", "redis://h?client_name=me&password=p", "redis://h?client_name=me&password=p"),
+        ("redis_url", "redis://h.example.:1", "redis://h.example.:1"),
         ("host", "::1", "::1"),
         ("host", "127.8.8.8", "127.8.8.8"),
         ("host", "localhost", "localhost"),

@@ -19,7 +19,7 @@ from orchestrator.jobs import ErrorKind
 from orchestrator.leases import GpuShare, Granted, LeaseRequest, Remains, ResidentSlot
 from orchestrator.store.claim import Claim
 from orchestrator.store.settle import End, Outcome
-from worker import custody
+from worker import strays
 from worker.custody import Custody, Departure
 from worker.flags import Flags
 from worker.process import SlotProcess
@@ -90,7 +90,7 @@ def test_a_process_that_we_may_not_kill_is_left_alone(monkeypatch):
 
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
     mine = describe(os.getpid(), None)
-    assert not custody._kill(mine)
+    assert not strays._kill(mine)
 
 
 # --- a job without a lease, in a slot that keeps a model ---

@@ -46,6 +46,12 @@ class Dialect(Protocol):
     def is_content(self, error: DBAPIError) -> bool:
         """Whether it is about what was to be written, although the driver calls it trouble of the server."""
 
+    def remedy(self, error: DBAPIError) -> str | None:
+        """What an operator must change where the server is there and refuses to serve us; None: it does not refuse."""
+
+    def obstacle(self, conn: Connection) -> str | None:
+        """What an operator must change before such a server takes our writes, though it lets us read; None: nothing."""
+
     def waiting(self, conn: Connection, seconds: int) -> AbstractContextManager[object]:
         """Meanwhile what others hold for so long is contention."""
 

@@ -16,8 +16,9 @@ from types import NoneType
 from typing import Any
 
 from pymysql.connections import Connection
-from pymysql.constants import SERVER_STATUS
+from pymysql.constants import CR, SERVER_STATUS
 from pymysql.converters import escape_string
+from pymysql.err import OperationalError
 
 
 class QuickConnection(Connection):  # type: ignore[misc]  # the driver has no types
@@ -31,7 +32,11 @@ class QuickConnection(Connection):  # type: ignore[misc]  # the driver has no ty
 
     def _create_ssl_ctx(self, sslp: Any) -> ssl.SSLContext:
         """Who names no authority has none checked: reading those of the system would take longer than all the rest."""
-        context: ssl.SSLContext = super()._create_ssl_ctx(sslp) if sslp else _encrypting()
+        try:
+            context: ssl.SSLContext = super()._create_ssl_ctx(sslp) if sslp else _encrypting()
+        except (OSError, ValueError) as error:  # what it cannot read it does not name
+            files = " ".join(f"ssl_{key}={sslp[key]}" for key in ("ca", "cert", "key") if sslp.get(key))
+            raise OperationalError(CR.CR_SSL_CONNECTION_ERROR, f"{files}: {error}") from error
         return context
 
 

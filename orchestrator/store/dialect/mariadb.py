@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, text
@@ -18,6 +19,12 @@ from orchestrator.settings import Settings
 from orchestrator.store.dialect.contract import LeaderLock
 from orchestrator.store.dialect.driver import WatchedConnection
 from orchestrator.store.dialect.vigil import Vigil
+
+#: Where an operator says which server, database and user are meant.
+_URL = "database_url (ORCH_DATABASE_URL)"
+_LOGIN = f"check the user and the password in {_URL}"
+_RIGHTS = f"create the database if there is none, grant this user all rights on it, or name another in {_URL}"
+_FROM_HERE = "let this user connect from this host, and the server know it"
 
 
 class MariaDB:
@@ -32,9 +39,23 @@ class MariaDB:
     #: A CHECK refused the row.
     CONTENT = frozenset({4025})
     READ_ONLY = frozenset({1290, 1792, 1836})
+    #: In a log of statements there is no place for what we write under READ COMMITTED.
+    UNLOGGED = 1665
+    #: What lasts until an operator changes something: the error, and what.
+    REMEDIES = MappingProxyType(
+        dict.fromkeys((1045, 1251, 1275, 1524, 1698, 1820, 1862, 2059, 4151), _LOGIN)
+        | dict.fromkeys((1044, 1142, 1143), _RIGHTS)
+        | dict.fromkeys((1129, 1130), _FROM_HERE)
+        | {
+            1049: f"create the database, or name another in {_URL}",
+            2026: f"check what ssl_… says in {_URL}",
+            UNLOGGED: "set binlog_format to ROW or MIXED, now (SET GLOBAL) and in the server's configuration file",
+        }
+    )
+    UNWILLING = READ_ONLY | REMEDIES.keys()
     #: Refused or broken connections, too many of them, shutting down, read-only after a failover; contention that did
     #: not end, and what took too long.
-    AWAY = CONTENTION | READ_ONLY | {TOOK_TOO_LONG, 1040, 1053, 1203, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
+    AWAY = CONTENTION | UNWILLING | {TOOK_TOO_LONG, 1040, 1053, 1203, 1226, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
     #: Seconds to wait for another instance that migrates.
     MIGRATION_WAIT_S = 600
     #: Seconds a migration waits for a row, or may think between two statements.
@@ -73,13 +94,16 @@ class MariaDB:
         statement_s = self.OF_THE_LIMIT * limit if autocommit else None
         prepare = partial(self._prepare_session, wait_s=wait_s, idle_s=idle_s, statement_s=statement_s)
         event.listen(engine, "connect", prepare)
-        event.listen(engine, "handle_error", self._leave_the_demoted)
+        event.listen(engine, "handle_error", self._leave_the_unwilling)
         return engine
 
-    def _leave_the_demoted(self, context: ExceptionContext) -> None:
-        """A server that became read-only was failed over: its name may lead to the new primary, its connections not."""
+    def _leave_the_unwilling(self, context: ExceptionContext) -> None:
+        """A server that became read-only was failed over: its name may lead to the new primary, its connections not.
+
+        Nor is what an operator mends seen by sessions that are open already.
+        """
         cause = context.original_exception
-        if cause.args and cause.args[0] in self.READ_ONLY:
+        if context.connection is not None and cause.args and cause.args[0] in self.UNWILLING:
             context.is_disconnect = True
 
     def is_contention(self, error: DBAPIError) -> bool:
@@ -98,6 +122,15 @@ class MariaDB:
 
     def is_content(self, error: DBAPIError) -> bool:
         return self._code(error) in self.CONTENT
+
+    def remedy(self, error: DBAPIError) -> str | None:
+        code = self._code(error)
+        return self.REMEDIES.get(code) if isinstance(code, int) else None
+
+    def obstacle(self, conn: Connection) -> str | None:
+        """All that we read would be well meanwhile, and the first write fail."""
+        unlogged = conn.execute(text("SELECT @@log_bin = 1 AND @@binlog_format = 'STATEMENT'")).scalar()
+        return f"its binlog_format is STATEMENT; {self.REMEDIES[self.UNLOGGED]}" if unlogged else None
 
     @contextmanager
     def waiting(self, conn: Connection, seconds: int) -> Iterator[None]:

@@ -20,14 +20,11 @@ class SQLite:
     locks_rows = False
 
     def engine(self, settings: Settings, *, autocommit: bool = False) -> Engine:
-        path = make_url(settings.database_url).database
-        if not path or path == ":memory:":
-            message = "database_url: SQLite needs a file, since several processes share it"
-            raise ConfigError(message)
+        folder = Path(make_url(settings.database_url).database or "").parent
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"database_url: {Path(path).parent}: {error.strerror}") from None
+            raise ConfigError(f"database_url: {folder}: {error.strerror}") from None
         engine = create_engine(
             settings.database_url,
             hide_parameters=True,  # payloads, in the text of an error
@@ -58,7 +55,15 @@ class SQLite:
 
     def is_away(self, error: DBAPIError) -> bool:
         signs = ("locked", "unable to open", "disk", "readonly")
-        return error.connection_invalidated or any(sign in str(error.orig) for sign in signs)
+        broken = error.connection_invalidated or any(sign in str(error.orig) for sign in signs)
+        return broken or self.remedy(error) is not None
+
+    def remedy(self, error: DBAPIError) -> str | None:
+        ruined = any(sign in str(error.orig) for sign in ("not a database", "malformed"))
+        return "name another file in database_url (ORCH_DATABASE_URL), or restore this one" if ruined else None
+
+    def obstacle(self, _conn: Connection) -> str | None:
+        return None
 
     def vigil(self, _engine: Engine, _settings: Settings, _silence_s: float) -> None:
         return None  # a file is never silent
