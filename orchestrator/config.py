@@ -122,7 +122,7 @@ def _local_database(given: Mapping[str, Given], problems: list[str]) -> dict[str
     if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
         return {}  # the usual one, or none that could be one
     if _leads_to_itself(Path(directory)):
-        problems.append(_field_message("data_dir", given["data_dir"], "must not be a link that leads to itself"))
+        problems.append(_field_message("data_dir", given, "must not be a link that leads to itself"))
         return {}
     url = local_database(Path(directory))
     return {"database_url": Given(url, IN_DATA_DIR, url)}
