@@ -38,8 +38,20 @@ ONE_WAIT_S = 0.5
 MOMENT_S = 0.1
 
 
-#: Errors about what was to be written: the same write would fail again. All others are about the server, or now.
-CONTENT_ERRORS = (DataError, IntegrityError, ProgrammingError, InterfaceError, UnicodeError, TypeError, ValueError)
+#: Errors about what was to be written, or that our code makes of it: the same write would fail again. All others are
+#: about the server, or now.
+CONTENT_ERRORS = (
+    DataError,
+    IntegrityError,
+    ProgrammingError,
+    InterfaceError,
+    TypeError,
+    ValueError,  # of Unicode, too
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
 
 
 class RowsHeld(DatabaseUnavailable):

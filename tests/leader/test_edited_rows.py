@@ -4,9 +4,13 @@ import pytest
 from sqlalchemy import delete, insert, select, update
 
 from orchestrator.leader import duties
-from orchestrator.store import schema
+from orchestrator.policies import Book, Scope, parse
+from orchestrator.publisher import CHUNK
+from orchestrator.store import outbox, policies, schema
+from orchestrator.store.caps import Glance
+from orchestrator.store.claim import NotClaimed
 from orchestrator.store.dialect import utc_shift
-from tests.factories import gpu, hire, status, submit
+from tests.factories import gpu, hire, many_jobs, row, spoil_job, status, submit
 
 
 def leased_mb(db):
@@ -75,3 +79,68 @@ def test_an_account_that_does_not_cover_its_leases_stops_no_end_and_no_purge(db,
     edit(db, update(schema.leases).values(expires_at=utc_shift(-1.0)))
     assert duties.purge_leases(context) == 1
     assert leased_mb(db) == 0
+
+
+#: What is JSON passes every CHECK; what is not, only where nobody checks.
+NO_NAMES = ["[1, null]", '{"a": 1}', '"x"', "[" * 200_000, "oops"]
+
+
+def limit(db, context, most):
+    policy = parse(Scope.CONCURRENCY, {"max": most})
+    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "host:*", policy))
+    context.policies.expire()
+
+
+@pytest.fixture
+def capped(db, context):
+    limit(db, context, 2)
+    return Book(1, caps={"host:*": 2})
+
+
+def announced(db, ids):
+    return {row(db, job_id).queued for job_id in ids} == {"announced"}
+
+
+@pytest.mark.parametrize("keys", NO_NAMES[:3])
+def test_keys_that_cannot_be_read_stop_nobody_from_being_announced_and_only_their_own_claim(db, context, capped, keys):
+    bad, *good = submit(db, 4, concurrency_keys=["host:a"])
+    spoil_job(db, bad, concurrency_keys=keys)
+    others = submit(db, 2)
+    duties.publish(context)
+    assert announced(db, [bad, *good[:2], *others])
+    hand = hire(db)
+    hand.book = capped
+    assert not any(isinstance(answer, NotClaimed) for answer in hand.offer(*others).values())
+    with pytest.raises(ValueError, match="concurrency_keys cannot be read"):
+        hand.offer(bad)
+
+
+def test_hundreds_of_jobs_with_such_keys_hold_up_nobody_behind_them(db, capped):
+    many_jobs(db, 600, concurrency_keys="[1, null]", rank=lambda i: -1000 + i)
+    (job_id,) = submit(db)
+    for _ in range(2):
+        db.write(lambda conn: outbox.take(conn, "default", CHUNK, caps=Glance(conn, capped)))
+    assert announced(db, [job_id])
+
+
+@pytest.mark.parametrize("keys", NO_NAMES[:3])
+def test_a_job_with_such_keys_that_waits_for_a_cap_keeps_no_seat_from_others(db, context, capped, keys):
+    hand = hire(db)
+    hand.book = capped
+    ids = submit(db, 4, concurrency_keys=["host:a"])
+    hand.offer(*ids)
+    spoil_job(db, ids[2], concurrency_keys=keys)
+    limit(db, context, 4)
+    duties.keep_caps(context)
+    assert [row(db, job_id).queued for job_id in ids] == [None, None, "ready", "ready"]
+
+
+@pytest.mark.parametrize("seats", NO_NAMES)
+def test_seats_that_cannot_be_read_are_none_and_the_job_ends_as_ever(db, context, capped, seats):
+    hand = hire(db)
+    hand.book = capped
+    (claim,) = hand.claim(*submit(db, concurrency_keys=["host:a"]))
+    spoil_job(db, claim.job_id, held_caps=seats)
+    duties.keep_caps(context)
+    hand.fail(claim)
+    assert status(db, claim.job_id) == "pending"
