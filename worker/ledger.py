@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from orchestrator.errors import DatabaseUnavailable, Unavailable
+from orchestrator.errors import DatabaseUnavailable, PayloadTooLarge, Unavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot
 from orchestrator.store import audit, followers, leases, unclaimable
@@ -346,7 +346,7 @@ def _with_origin(end: End, entry_id: str) -> End:
 
 
 def _unwritable(end: End, error: Exception) -> End:
-    reason = f"its end could not be stored: {type(error).__name__}"
+    reason = f"its end could not be stored: {error if isinstance(error, PayloadTooLarge) else type(error).__name__}"
     return end._replace(outcome=Outcome.FAILED, result=None, error_kind=ErrorKind.BAD_RESULT, error=reason)
 
 

@@ -1,5 +1,6 @@
 """The ledger alone, on a real database: what it was told is written, whatever the server says meanwhile."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -279,6 +280,43 @@ def test_nothing_is_split_while_the_server_is_away(db, ledger, monkeypatch):
     with pytest.raises(DatabaseUnavailable, match="gone"):
         ledger.claim(ids).result(10)
     assert len(left) == 2
+
+
+# --- a server that takes small statements ---
+
+
+@pytest.fixture
+def small_packets(db, mariadb) -> Iterator[None]:
+    with mariadb.taking(1 << 20):
+        db.engine.dispose()
+        yield
+    db.engine.dispose()
+
+
+def test_results_that_are_too_large_together_are_written_one_by_one(db, hand, ledger, small_packets):
+    claims = hand.claim(*submit(db, 4))
+    ids = submit(db)
+    for claim in claims:
+        ledger.note(done(claim, json.dumps("a" * 600_000)), "1-1")
+    assert claimed(ledger.claim(ids).result(20)) == ids
+    wait_done(db, *claims)
+
+
+#: By its length, by what must be escaped, by what takes four bytes.
+TOO_LARGE = ["a" * 1_100_000, '"' * 300_000, "\N{PILE OF POO}" * 300_000]
+
+
+@pytest.mark.parametrize("text", TOO_LARGE, ids=["long", "escaped", "wide"])
+def test_a_result_that_is_larger_than_the_server_takes_fails_its_job_and_no_other(
+    db, hand, ledger, small_packets, text
+):
+    large, small = hand.claim(*submit(db, 2))
+    ledger.note(done(large, json.dumps(text, ensure_ascii=False)), "1-1")
+    ledger.note(done(small), "1-2")
+    wait_until(lambda: row(db, large.job_id).status == "failed", what="failed")
+    wait_done(db, small)
+    assert "raise its max_allowed_packet" in row(db, large.job_id).last_error
+    assert row(db, large.job_id).error_kind == "bad_result"
 
 
 # --- rows that somebody holds ---
