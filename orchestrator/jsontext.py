@@ -57,8 +57,29 @@ def strict_json(raw: bytes, name: str) -> Any:
 
 
 def listed(text: str | None) -> list[str]:
-    """The names in a column that is NULL where there are none; what somebody wrote there that is no name is none."""
-    return [name for name in json.loads(text) if isinstance(name, str)] if text else []
+    """The names in a column that is NULL where there are none.
+
+    What is no list of names has none: who reads the rows of many must not stumble over that of one.
+    """
+    try:
+        return names_in(text)
+    except ValueError:
+        return []
+
+
+def names_in(text: str | None) -> list[str]:
+    """The same, for whom it matters that all were read. Raises ValueError."""
+    names = _parsed(text) if text else []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("not a list of names")
+    return names
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 class _Refused(Exception):

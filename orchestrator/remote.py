@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import JobCancelled, OrchestratorError
+from orchestrator.errors import JobCancelled, OrchestratorError, Unavailable
 from orchestrator.jobs import STOP, RetryPolicy, Status
 from orchestrator.leases import Terms
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
-from orchestrator.store import reports
+from orchestrator.store import reports, unclaimable
 from orchestrator.store.batcher import Batcher
 from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim
@@ -88,13 +89,39 @@ class RemoteWork:
 
     def _claim(self, fetches: list[Fetch], waiting: Waiting = Waiting.ONCE) -> list[list[Claim] | OrchestratorError]:
         claiming, since = Claiming(fetches, self._claimant, self._policies.book), tracing.moment()
-        answers = self._db.write_batch(claiming, waiting)
+        try:
+            answers = self._db.write_batch(claiming, waiting)
+        except OrchestratorError:
+            raise
+        except Exception as error:
+            if len(fetches) > 1 or not claiming.tried:
+                raise  # the batcher finds the one at fault
+            answers = [self._claim_apart(fetches[0], claiming, error)]
         self._nudge(claiming.freed)
         if spans := tracing.spans():
             for fetch, claims in zip(fetches, answers, strict=True):
                 if not isinstance(claims, OrchestratorError):
                     spans.claimed(claims, since, tracing.moment(), fetch.worker_id)
         return answers
+
+    def _claim_apart(self, fetch: Fetch, claiming: Claiming, error: Exception) -> list[Claim]:
+        """What one worker may have of the jobs that it was offered, when one of them broke the claim of all."""
+
+        def claim(job_ids: Sequence[str]) -> dict[str, Claim | None]:
+            part = claiming.part(job_ids)
+            with suppress(Unavailable):  # what was claimed before must reach its worker; these wait as they did
+                (answer,) = self._db.write_batch(part, Waiting.NOT)
+                self._nudge(part.freed)
+                return {} if isinstance(answer, OrchestratorError) else {one.job_id: one for one in answer}
+            return {}
+
+        def leave(job_id: str, error: Exception) -> None:
+            with suppress(Unavailable):
+                _, settled = unclaimable.put_off(self._db, claiming.by[fetch.worker_id], job_id, error, self._policy)
+                life.settled(settled, worker_id=fetch.worker_id)
+
+        answers = unclaimable.claim_apart(claiming.tried, claim, leave, error)
+        return [one for job_id in claiming.tried if (one := answers.get(job_id)) is not None]
 
     def _claimant(self, fetcher: Fetcher) -> Claimant:
         return fetcher.as_claimant(lease_ttl_s=self._settings.job_lease_ttl_s, terms=self._terms)

@@ -18,8 +18,9 @@ import subprocess
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -271,6 +272,18 @@ class MariaDB(Server):
         with self.connect() as connection, connection.cursor() as cursor:
             cursor.execute(f"CREATE DATABASE IF NOT EXISTS `{name}`")
         return self.url_of(name)
+
+    @contextmanager
+    def taking(self, most: int) -> Iterator[None]:
+        """Sessions that begin meanwhile may send statements of so many bytes."""
+        with self.connect() as connection, connection.cursor() as cursor:
+            cursor.execute("SELECT @@GLOBAL.max_allowed_packet")
+            (usual,) = cursor.fetchone()
+            cursor.execute(f"SET GLOBAL max_allowed_packet = {most}")
+            try:
+                yield
+            finally:
+                cursor.execute(f"SET GLOBAL max_allowed_packet = {usual}")
 
     def connect(self) -> pymysql.Connection:
         return pymysql.connect(

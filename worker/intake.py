@@ -165,7 +165,7 @@ class Intake:
         self._on_read(len(fresh), seats.dry)
         if not fresh:
             return
-        if self._stop.is_set():
+        if self._stop.is_set() or not self._vouched():  # a read may wait for long, and the leader count us as lost
             self._put_back(fresh)
         else:
             self._claim(fresh)

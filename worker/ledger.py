@@ -5,7 +5,7 @@ just finished together with the claims of those that take their slots. Entries a
 beside the next ones; a crash in between costs a delivery that the database recognises as settled.
 
 Whoever holds a row keeps what concerns it from being written, and nothing else: ends, starts and releases are put off
-until they can be, a job that cannot be claimed is left for later.
+until they can be, a job that cannot be claimed is left for later. So is one whose claim breaks, on whatever.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from orchestrator.errors import DatabaseUnavailable
+from orchestrator.errors import DatabaseUnavailable, PayloadTooLarge, Unavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot
-from orchestrator.store import audit, followers, leases
+from orchestrator.store import audit, followers, leases, unclaimable
 from orchestrator.store.batcher import Batcher, Later
 from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs, leave_for_later
@@ -164,7 +164,7 @@ class Ledger:
             if len(items) > 1 or self._give_up.is_set():
                 raise  # the batcher finds the one at fault
             (item,) = items
-            return [self._claim_apart(item) if isinstance(item, Offer) else self._put_off(item, held)]
+            return [self._claim_apart(item, held) if isinstance(item, Offer) else self._put_off(item, held)]
 
     def _put_off(self, note: Note, held: RowsHeld) -> Later:
         if note not in self._late:
@@ -208,8 +208,10 @@ class Ledger:
         try:
             settled, answers, _ = self._write(_Turn(starts, ends, offers, releases, waiting))
         except CONTENT_ERRORS as error:
-            if len(items) > 1 or offers:
+            if len(items) > 1:
                 raise  # the batcher finds the one at fault
+            if offers:
+                return [self._claim_apart(offers[0], error)]
             # The database would refuse this very end for ever: the job must not stay owned that long.
             told = {"item": type(notes[0].event).__name__}
             log.exception("could not be written", extra=told | _about(notes[0].event))
@@ -219,11 +221,17 @@ class Ledger:
             settled, answers = self._write_failure(failures), []
         except RowsHeld:
             raise  # the batcher tells those apart whose rows nobody holds
-        except Exception as error:  # noqa: BLE001 - the server's trouble, under whatever name
+        except Unavailable as error:
             # Claims are given back to whoever asked; ends must be written, whenever that is.
             away = DatabaseUnavailable(f"the claim failed: {error}")
             settled = self._write_later(_Turn(starts, ends, [], releases, waiting))
             answers = [away] * len(offers)
+        except Exception:
+            # The server's trouble, under whatever name; but perhaps with one of the jobs that were offered.
+            if offers and len(items) > 1:
+                raise
+            settled = self._write_later(_Turn(starts, ends, [], releases, waiting))
+            answers = [self._claim_alone(offer) for offer in offers]
         if settled:
             entry_ids = [ended[item.end.job_id].entry_id for item in settled]
             self._acks.add(self._lane, entry_ids, may_wait=self._claim_is_near())
@@ -231,20 +239,32 @@ class Ledger:
         replies = iter(answers)
         return [next(replies) if isinstance(item, Offer) else {} for item in items]
 
-    def _claim_apart(self, offer: Offer) -> Answers:
-        """Halves of an offer that met a held row, down to the job that needs it: that one is not claimed now."""
-        if len(offer.job_ids) == 1:
-            (job_id,) = offer.job_ids
-            return {job_id: leave_for_later(self._db, self._by, job_id, self._held())}
-        middle = len(offer.job_ids) // 2
-        answers: Answers = {}
-        for job_ids in (offer.job_ids[:middle], offer.job_ids[middle:]):
-            part = replace(offer, job_ids=job_ids)
-            try:
-                answers |= self._write(_Turn([], [], [part], waiting=Waiting.NOT)).answers[0]
-            except RowsHeld:
-                answers |= self._claim_apart(part)
-        return answers
+    def _claim_alone(self, offer: Offer) -> Answers:
+        """Once more, by itself: that tells the server's trouble from that with one of these."""
+        try:
+            return self._claim_part(offer)
+        except Exception as error:
+            if isinstance(error, Unavailable) and not isinstance(error, RowsHeld):
+                raise
+            return self._claim_apart(offer, error)
+
+    def _claim_apart(self, offer: Offer, error: Exception) -> Answers:
+        """All of an offer but the job that met a held row, or broke its claim: that one is not claimed now."""
+
+        def claim(job_ids: Sequence[str]) -> Answers:
+            return self._claim_part(replace(offer, job_ids=tuple(job_ids)))
+
+        return unclaimable.claim_apart(offer.job_ids, claim, self._leave, error)
+
+    def _claim_part(self, offer: Offer) -> Answers:
+        return self._write(_Turn([], [], [offer], waiting=Waiting.NOT)).answers[0]
+
+    def _leave(self, job_id: str, error: Exception) -> NotClaimed:
+        if isinstance(error, RowsHeld):
+            return leave_for_later(self._db, self._by, job_id, self._held())
+        reason, settled = unclaimable.put_off(self._db, self._by, job_id, error, self._policy)
+        self._on_settled(settled)
+        return NotClaimed(reason)
 
     def _write(self, turn: _Turn) -> _Written:
         since = tracing.moment()
@@ -326,7 +346,7 @@ def _with_origin(end: End, entry_id: str) -> End:
 
 
 def _unwritable(end: End, error: Exception) -> End:
-    reason = f"its end could not be stored: {type(error).__name__}"
+    reason = f"its end could not be stored: {error if isinstance(error, PayloadTooLarge) else type(error).__name__}"
     return end._replace(outcome=Outcome.FAILED, result=None, error_kind=ErrorKind.BAD_RESULT, error=reason)
 
 

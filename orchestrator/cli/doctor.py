@@ -12,7 +12,7 @@ import click
 from orchestrator.cli import versions
 from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json
-from orchestrator.cli.schema import opened
+from orchestrator.cli.schema import opened, packet_problem
 from orchestrator.cli.versions import Version
 from orchestrator.config import Loaded
 from orchestrator.embedded.directory import CONFIG, running_redis
@@ -94,6 +94,9 @@ def _database(db: Database) -> Iterator[Finding]:
     obstacle = db.obstacle() if found.new_enough else None
     detail = f"{safe_url(db.settings.database_url)}, version {found.text}{more}{f'; {obstacle}' if obstacle else ''}"
     yield Finding("database", found.new_enough and obstacle is None, detail)
+    if found.new_enough and (most := db.largest_statement()):
+        problem = packet_problem(db)
+        yield Finding("max-allowed-packet", problem is None, problem or f"{most} bytes")
 
 
 def _clock(db: Database) -> Iterator[Finding]:

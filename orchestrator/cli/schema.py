@@ -68,6 +68,14 @@ def checked(settings: Settings, *, create: bool = False) -> Iterator[Database]:
         yield db
 
 
+def packet_problem(db: Database) -> str | None:
+    """What to do when the database would refuse payloads that we take; None: it takes them all."""
+    most, needed = db.largest_statement(), db.needed_packet()
+    if most is None or most >= needed:
+        return None
+    return f"{most} bytes, a payload or result may need {needed}: raise it in the server, or lower payload_max_bytes"
+
+
 def require_schema(db: Database) -> None:
     """Raises ConfigError when the database lacks migrations that this version knows."""
     if revisions.pending(db):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -13,14 +14,17 @@ import click
 
 from orchestrator.cli import versions
 from orchestrator.cli.options import OF_WORKERS, with_settings
-from orchestrator.cli.schema import checked, require_schema, upgrade
+from orchestrator.cli.schema import checked, packet_problem, require_schema, upgrade
 from orchestrator.config import Loaded
 from orchestrator.embedded.directory import require_redis_of_holder
 from orchestrator.errors import Unavailable
 from orchestrator.identity import node_id
 from orchestrator.modules import require_modules
 from orchestrator.settings import Settings
+from orchestrator.store.database import Database
 from orchestrator.telemetry import logs
+
+log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -35,6 +39,7 @@ def serve(loaded: Loaded, *, migrate_first: bool) -> None:
         if migrate_first:
             upgrade(db)
         require_schema(db)
+        _tell_of_packets(db)
     run_api(settings, lambda url: click.echo(f"gpuorch serves {url}"))
 
 
@@ -64,6 +69,13 @@ def _require_tables(settings: Settings) -> None:
     """Raises ConfigError when the database is too old or was not migrated; one that is away the worker waits for."""
     with suppress(Unavailable), checked(settings) as db:
         require_schema(db)
+        _tell_of_packets(db)
+
+
+def _tell_of_packets(db: Database) -> None:
+    """Large payloads are refused and large results fail their jobs; all the rest works."""
+    if problem := packet_problem(db):
+        log.warning("max_allowed_packet is too small", extra={"error": problem})
 
 
 def run_api(settings: Settings, ready: Callable[[str], None], stopping: Callable[[], None] | None = None) -> None:

@@ -21,9 +21,9 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from orchestrator.errors import DatabaseUnavailable
+from orchestrator.errors import DatabaseUnavailable, PayloadTooLarge
 from orchestrator.settings import Settings, safe_url
-from orchestrator.store.dialect import LeaderLock, dialect_of
+from orchestrator.store.dialect import LeaderLock, dialect_of, largest_statement
 
 T = TypeVar("T")
 
@@ -36,10 +36,25 @@ ONE_WAIT_S = 0.5
 #: Seconds for which a transaction that waits for no row is tried again: others hold theirs until they commit, and only
 #: who holds one for longer than that is in the way.
 MOMENT_S = 0.1
+#: Bytes of a statement beside the payload in it: its other columns at their largest.
+BESIDE_PAYLOAD = 65_536
 
 
-#: Errors about what was to be written: the same write would fail again. All others are about the server, or now.
-CONTENT_ERRORS = (DataError, IntegrityError, ProgrammingError, InterfaceError, UnicodeError, TypeError, ValueError)
+#: Errors about what was to be written, or that our code makes of it: the same write would fail again. All others are
+#: about the server, or now.
+CONTENT_ERRORS = (
+    PayloadTooLarge,
+    DataError,
+    IntegrityError,
+    ProgrammingError,
+    InterfaceError,
+    TypeError,
+    ValueError,  # of Unicode, too
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+)
 
 
 class RowsHeld(DatabaseUnavailable):
@@ -87,8 +102,9 @@ class Database:
         After `patience_s` seconds it is not run again for contended rows (RowsHeld).
 
         A connection that breaks during COMMIT leaves it unknown whether the work was done; `work` is written to
-        find its own traces then. Raises DatabaseUnavailable when the server cannot serve now; any other error is about
-        the statement or one of its rows, and is passed on as it is.
+        find its own traces then. Raises DatabaseUnavailable when the server cannot serve now, PayloadTooLarge when it
+        takes no statement as large as this; any other error is about the statement or one of its rows, and is passed
+        on as it is.
         """
         return self._run(self.engine, work, transaction=True, patience_s=patience_s)
 
@@ -161,6 +177,14 @@ class Database:
         """What an operator must change before this server takes our writes. Raises DatabaseUnavailable."""
         return self.read(self._dialect.obstacle)
 
+    def needed_packet(self) -> int:
+        """Bytes that a statement with a payload of the largest size may have: each of its own may be escaped."""
+        return 2 * self.settings.payload_max_bytes + BESIDE_PAYLOAD
+
+    def largest_statement(self) -> int | None:
+        """The bytes that the server takes less than in one statement; None: it says no number."""
+        return self.read(largest_statement)
+
     def leader_lock(self) -> LeaderLock | None:
         return self._guard(lambda: self._dialect.leader_lock(self._reader, self.settings))
 
@@ -186,6 +210,8 @@ class Database:
                 with engine.begin() if transaction else engine.connect() as connection:
                     return work(connection)
             except DBAPIError as error:
+                if self._dialect.is_too_large(error) and error.orig is not None:
+                    raise PayloadTooLarge(str(error.orig.args[-1])) from error
                 late = self._dialect.is_late(error)
                 broken = (again_when_late and self._again_when_late) if late else error.connection_invalidated
                 patient_s = min(patience_s, wait_s) if self._dialect.is_held(error) else patience_s

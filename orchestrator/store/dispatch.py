@@ -159,6 +159,11 @@ class Claiming:
         #: Lanes in which somebody was let go meanwhile.
         self.freed: set[str] = set()
         self._offers: list[list[str]] | None = None
+        #: For one worker, what to choose from; None: whatever waits.
+        self._only: list[str] | None = None
+        #: What the last run wanted to claim, and in whose names.
+        self.tried: list[str] = []
+        self.by: dict[str, Claimant] = {}
         #: Jobs of a lane that are offered before they were announced, with rank and priority.
         self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
 
@@ -167,7 +172,9 @@ class Claiming:
         found = registry.find(conn, {fetch.worker_id for fetch in self._fetches}, lock=True)
         seats = Seats(conn, self._book(conn))
         chosen = self._offers if self._offers is not None else self._chosen(conn, found, seats.book)
-        seats.expect([job_id for offer in chosen for job_id in offer])
+        self.tried = [job_id for offer in chosen for job_id in offer]
+        self.by = {worker_id: self._claimant(fetcher) for worker_id, fetcher in found.items()}
+        seats.expect(self.tried)
         offers = chosen if self._offers is not None else _locked(conn, chosen)
         with audit.together(conn), followers.together(conn) as following:
             offered = zip(self._fetches, offers, strict=True)
@@ -182,7 +189,15 @@ class Claiming:
         self._offers = offers
         return answers
 
+    def part(self, job_ids: Sequence[str]) -> Claiming:
+        """The same for its only worker, with no jobs but these of what it tried."""
+        part = Claiming(self._fetches, self._claimant, self._book)
+        part._only, part._ahead = [*job_ids], self._ahead
+        return part
+
     def _chosen(self, conn: Connection, found: Mapping[str, Fetcher], book: Book) -> list[list[str]]:
+        if self._only is not None:
+            return [self._only]
         offers, views = _choose(conn, self._fetches, found, book)
         self._ahead = {lane: view.ahead for lane, view in sorted(views.items())}
         return offers
@@ -195,7 +210,7 @@ class Claiming:
         except OrchestratorError as refused:
             return refused
         types = fetcher.worker.types
-        by = self._claimant(fetcher)
+        by = self.by[fetch.worker_id]
         answers = claim_jobs(conn, by, offer, lambda kind: 0 if kind in types else None, seats=seats)
         # In order of rank, as they were offered: a worker begins with the first.
         return [claim for job_id in offer if isinstance(claim := answers.get(job_id), Claim)]

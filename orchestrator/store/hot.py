@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ClauseElement, ColumnElement, Connection, Dialect, Select, Table, bindparam, literal
 
-from orchestrator.store.dialect import mark, writer
+from orchestrator.store.dialect import largest_statement, mark, writer
 
 #: Parameters one statement may have: SQLite's limit, which MariaDB does not reach either.
 MAX_PARAMETERS = 32_000
-#: Characters of one INSERT: four bytes each and escaped, still less than MariaDB's max_allowed_packet of 16 MiB.
+#: Characters of one INSERT, and how many bytes of the largest statement each may take: four, or two if it is escaped,
+#: and as much again for all the rest. A server usually takes 16 MiB.
 MAX_CHARACTERS = 2_000_000
+BYTES_EACH = 8
 #: Ids in one statement, where nobody knows how many there are.
 MANY_IDS = 1000
 #: From so many rows on it pays to look for what they have in common.
@@ -146,7 +148,7 @@ def insert_rows(
     varying = [name for name in used if name not in shared]
     placeholder = mark(conn.dialect)
     one_row = f"({', '.join([shared.get(name, placeholder) for name in used])})"
-    for part in _portions(rows, len(used), bulky):
+    for part in _portions(rows, len(used), bulky, _characters(conn)):
         values = [row[name] for row in part for name in varying]
         if processors:
             convert = [processors.get(name) for name in varying] * len(part)
@@ -167,13 +169,20 @@ def _shared(
     return {name: write(value) for name, value in values.items()}
 
 
-def _portions(rows: Sequence[dict[str, Any]], width: int, bulky: str | None) -> Iterator[Sequence[dict[str, Any]]]:
+def _characters(conn: Connection) -> int:
+    limit = largest_statement(conn)
+    return MAX_CHARACTERS if limit is None else min(MAX_CHARACTERS, limit // BYTES_EACH)
+
+
+def _portions(
+    rows: Sequence[dict[str, Any]], width: int, bulky: str | None, characters: int
+) -> Iterator[Sequence[dict[str, Any]]]:
     """Rows for one statement each: nearly always all of them, but megabytes would not fit a packet."""
     most = MAX_PARAMETERS // width
     first = size = 0
     for i, row in enumerate(rows) if bulky or len(rows) > most else ():
         weight = len(row[bulky]) if bulky else 0
-        if i > first and (size + weight > MAX_CHARACTERS or i - first >= most):
+        if i > first and (size + weight > characters or i - first >= most):
             yield rows[first:i]
             first, size = i, 0
         size += weight

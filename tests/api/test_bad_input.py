@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from orchestrator.api import body as body_module
+from orchestrator.store.database import Database
 from tests.api.conftest import Running
+from tests.fetching import refused
+from tests.servers import MariaDB
 
 pytestmark = pytest.mark.embedded_too
 
@@ -267,3 +270,14 @@ def read_all(connection: socket.socket) -> bytes:
     while chunk := connection.recv(4096):
         received += chunk
     return received
+
+
+def test_a_payload_that_the_database_does_not_take_is_refused_with_what_to_do(
+    mariadb: MariaDB, maria_db: Database, run_api: Callable[..., Running]
+) -> None:
+    with mariadb.taking(1 << 20):
+        api = run_api(database_url=str(maria_db.settings.database_url))
+        for _ in range(2):
+            answer = api.post("/jobs/submit", {"type": "echo", "payload": {"text": "\n" * 400_000}})
+            assert "raise its max_allowed_packet" in refused(answer, 413, "payload_too_large")
+        api.submit()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from orchestrator.store import dispatch, nodes, schema
+from orchestrator.store.claim import claim_jobs
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.moves import Claimant
 from orchestrator.store.settle import take_from_dead
@@ -77,6 +78,26 @@ def test_a_claimed_job_comes_with_all_that_is_needed_to_run_it(api: Running) -> 
     (held,) = active_leases(api.db)
     assert (held.worker_id, held.pid, held.memory_mb) == (puppet.worker_id, 4711, 100)
     assert row(api.db, job["job_id"]).status == "claimed"
+
+
+def test_a_job_whose_claim_breaks_keeps_no_other_from_its_worker(
+    maria_api: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puppet = register(maria_api)
+    good, bad, other = maria_api.submit(), maria_api.submit(max_attempts=1), maria_api.submit()
+    announced(maria_api, good, bad, other)
+
+    def claim(conn: Any, by: Any, job_ids: list[str], *given: Any, **named: Any) -> Any:
+        if bad in job_ids:
+            raise IndexError("tuple index out of range")
+        return claim_jobs(conn, by, job_ids, *given, **named)
+
+    monkeypatch.setattr(dispatch, "claim_jobs", claim)
+    assert ids(puppet.claim(4)) == [good, other]
+    assert row(maria_api.db, bad).status == "dead_letter"
+    assert "it cannot be claimed: IndexError" in maria_api.get(f"/jobs/{bad}/explain").json()["message"]
+    assert row(maria_api.db, good).attempts == 1
+    assert puppet.claim(4) == []
 
 
 def announced(api: Running, *job_ids: str) -> None:

@@ -1,11 +1,14 @@
 """The leader's care for caps: policies that changed, holders that died, counts that are wrong."""
 
+import json
+
 import pytest
 from sqlalchemy import insert, update
 
 from orchestrator.leader import duties
 from orchestrator.policies import Book, Scope, parse
 from orchestrator.store import policies, schema
+from orchestrator.store.caps import care, held
 from tests.factories import hire, row, rows, set_job, submit
 from tests.leader.test_duties import announced
 
@@ -100,3 +103,17 @@ def test_a_job_that_ran_before_there_was_any_cap_sits_there_too(db, context):
     put(db, context, "agent:a", 1)
     assert duties.keep_caps(context) == 1
     assert row(db, job_id).held_caps == '["agent:a"]'
+
+
+def test_a_job_that_is_claimed_again_meanwhile_keeps_the_seats_of_its_new_claim(db, monkeypatch):
+    """The leader looks without locks: what it saw may be over when it writes."""
+    hand, (job_id,) = hire(db), submit(db, concurrency_keys=["host:a", "host:b", "host:c"])
+    hand.book = Book(1, caps={"host:a": 1})
+    (claim,) = hand.claim(job_id)
+    seen = db.read(lambda conn: [*held.of_owned(conn)])
+    hand.hand_back(claim)
+    hand.book = Book(2, caps={"host:b": 1})
+    hand.claim(job_id)
+    monkeypatch.setattr(held, "of_owned", lambda _conn: iter(seen))
+    db.write(lambda conn: care.seat_late(conn, Book(3, caps={"host:a": 1, "host:c": 1}), 10))
+    assert json.loads(row(db, job_id).held_caps) == ["host:b", "host:a", "host:c"]

@@ -3,7 +3,6 @@
 What the tables do not refuse (`test_constraints`) heals by itself, or is named and left out while all else goes on.
 """
 
-import json
 from datetime import datetime
 from typing import Any
 
@@ -11,11 +10,13 @@ import pytest
 from sqlalchemy import delete, insert, select, update
 
 from orchestrator.leader import duties
-from orchestrator.policies import Scope, parse
-from orchestrator.store import policies, schema
+from orchestrator.policies import Book, Scope, parse
+from orchestrator.publisher import CHUNK
+from orchestrator.store import outbox, policies, schema
+from orchestrator.store.caps import Glance
+from orchestrator.store.claim import NotClaimed
 from orchestrator.store.dialect import utc_shift
-from tests.factories import gpu, hire, now, row, rows, status, submit
-from tests.leader.test_duties import announced
+from tests.factories import gpu, hire, many_jobs, now, row, rows, spoil_job, status, submit
 from tests.store.test_schedules import get, outage, put
 from tests.store.test_spawning import begin, flow_of, of_type
 
@@ -113,23 +114,6 @@ def test_a_schedule_that_cannot_fire_says_why_and_keeps_no_other_from_it(db, con
     assert [get(db, name)["last_error"] for name in ("a", "c")] == [None, None]
 
 
-def test_keys_that_are_no_names_keep_no_lane_from_being_announced(db, raw, context):
-    cap = parse(Scope.CONCURRENCY, {"max": 1})
-    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "host:one", cap))
-    job_ids = submit(db, 3)
-    keys = json.dumps([5, None, ["host:one"], "host:one"])
-    edit(db, update(schema.jobs).where(schema.jobs.c.job_id == job_ids[0]).values(concurrency_keys=keys))
-    duties.publish(context)
-    assert announced(raw) == job_ids
-    hand = hire(db)
-    hand.book = db.read(policies.read_book)
-    hand.claim(*job_ids)
-    assert json.loads(row(db, job_ids[0]).held_caps) == ["host:one"]
-    edit(db, update(schema.jobs).where(schema.jobs.c.job_id == job_ids[0]).values(held_caps=keys))
-    duties.keep_caps(context)
-    assert [(cap.cap_key, cap.in_use) for cap in rows(db, schema.concurrency_caps)] == [("host:one", 1)]
-
-
 @pytest.mark.parametrize("body", ["{", "5", "{}", '{"base": "b", "entries": [{"n": 1}]}'])
 def test_staged_tasks_that_cannot_be_read_end_their_workflow_and_no_other(db, context, body):
     broken = begin(db)
@@ -144,3 +128,66 @@ def test_staged_tasks_that_cannot_be_read_end_their_workflow_and_no_other(db, co
     failed = flow_of(db, broken)
     assert failed["status"] == "failed" and "cannot be read" in failed["reason"]
     assert rows(db, schema.task_stages) == rows(db, schema.spawns) == []
+
+
+#: A list passes every check of the tables, whatever is in it; the others only where nobody checks.
+NO_NAMES = ["[1, null]", '{"a": 1}', '"x"', "[" * 200_000, "oops"]
+
+
+def limit(db, context, most):
+    policy = parse(Scope.CONCURRENCY, {"max": most})
+    db.write(lambda conn: policies.put(conn, Scope.CONCURRENCY, "host:*", policy))
+    context.policies.expire()
+
+
+@pytest.fixture
+def capped(db, context):
+    limit(db, context, 2)
+    return Book(1, caps={"host:*": 2})
+
+
+def announced(db, ids):
+    return {row(db, job_id).queued for job_id in ids} == {"announced"}
+
+
+def test_keys_that_cannot_be_read_stop_nobody_from_being_announced_and_only_their_own_claim(db, context, capped):
+    bad, *good = submit(db, 4, concurrency_keys=["host:a"])
+    spoil_job(db, bad, concurrency_keys=NO_NAMES[0])
+    others = submit(db, 2)
+    duties.publish(context)
+    assert announced(db, [bad, *good[:2], *others])
+    hand = hire(db)
+    hand.book = capped
+    assert not any(isinstance(answer, NotClaimed) for answer in hand.offer(*others).values())
+    with pytest.raises(ValueError, match="concurrency_keys cannot be read"):
+        hand.offer(bad)
+
+
+def test_hundreds_of_jobs_with_such_keys_hold_up_nobody_behind_them(db, capped):
+    many_jobs(db, 600, concurrency_keys=NO_NAMES[0], rank=lambda i: -1000 + i)
+    (job_id,) = submit(db)
+    for _ in range(2):
+        db.write(lambda conn: outbox.take(conn, "default", CHUNK, caps=Glance(conn, capped)))
+    assert announced(db, [job_id])
+
+
+def test_a_job_with_such_keys_that_waits_for_a_cap_keeps_no_seat_from_others(db, context, capped):
+    hand = hire(db)
+    hand.book = capped
+    ids = submit(db, 4, concurrency_keys=["host:a"])
+    hand.offer(*ids)
+    spoil_job(db, ids[2], concurrency_keys=NO_NAMES[0])
+    limit(db, context, 4)
+    duties.keep_caps(context)
+    assert [row(db, job_id).queued for job_id in ids] == [None, None, "ready", "ready"]
+
+
+@pytest.mark.parametrize("seats", NO_NAMES)
+def test_seats_that_cannot_be_read_are_none_and_the_job_ends_as_ever(db, context, capped, seats):
+    hand = hire(db)
+    hand.book = capped
+    (claim,) = hand.claim(*submit(db, concurrency_keys=["host:a"]))
+    spoil_job(db, claim.job_id, held_caps=seats)
+    duties.keep_caps(context)
+    hand.fail(claim)
+    assert status(db, claim.job_id) == "pending"

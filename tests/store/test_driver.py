@@ -12,10 +12,14 @@ from pymysql.err import OperationalError
 from sqlalchemy import text
 from sqlalchemy.exc import DataError
 
-from orchestrator.cli import versions
-from orchestrator.errors import ServerTooOld
+from orchestrator.cli import doctor, versions
+from orchestrator.cli.schema import opened, packet_problem
+from orchestrator.errors import PayloadTooLarge, ServerTooOld
+from orchestrator.store.database import Database
 from orchestrator.store.dialect.driver import QuickConnection
 from orchestrator.store.dialect.mariadb import MariaDB
+from orchestrator.store.submit import Verdict, submit_jobs
+from tests.factories import POLICY, new_job
 
 
 class Colour(StrEnum):
@@ -119,3 +123,43 @@ def test_without_an_authority_it_encrypts_as_the_driver_does_and_reads_none():
 def test_an_authority_that_is_named_is_checked():
     with pytest.raises(OperationalError, match=r"2026, 'ssl_ca=/no/such/authority.pem: .*No such file"):
         QuickConnection(defer_connect=True, ssl_ca="/no/such/authority.pem", ssl_verify_cert=True)
+
+
+# --- statements that are too large ---
+
+
+@pytest.fixture
+def small(maria_db, mariadb):
+    with mariadb.taking(1 << 20):
+        db = Database(maria_db.settings)
+        yield db
+        db.close()
+
+
+@pytest.mark.parametrize("size", [(1 << 20) - 2, (1 << 20) - 1, 1 << 20, 3 << 20])
+def test_a_statement_is_refused_before_the_server_would_end_the_connection(small, size):
+    shell = len("SELECT LENGTH('')")
+
+    def ask(conn):
+        return conn.exec_driver_sql(f"SELECT LENGTH('{'a' * (size - shell)}')").scalar()
+
+    if size < (1 << 20) - 1:
+        assert small.write(ask) == size - shell
+    else:
+        with pytest.raises(PayloadTooLarge, match="raise its max_allowed_packet"):
+            small.write(ask)
+    assert small.largest_statement() == 1 << 20
+
+
+def test_rows_that_fit_by_themselves_are_written_although_all_together_would_not(small):
+    jobs = [new_job(payload={"text": "a" * 600_000}) for _ in range(4)]
+    assert set(submit_jobs(small, jobs, POLICY)) == {Verdict.CREATED}
+
+
+def test_a_server_that_takes_less_than_a_payload_may_need_is_told_of(small):
+    enough = small.settings.model_copy(update={"payload_max_bytes": 100_000})
+    with opened(enough) as db:
+        assert packet_problem(db) is None
+    assert "lower payload_max_bytes" in (packet_problem(small) or "")
+    findings = {found.check: found for found in doctor.examine(small.settings)}
+    assert not findings["max-allowed-packet"].ok

@@ -80,6 +80,18 @@ def reading(read: Any) -> Intake:
     return intake
 
 
+@pytest.mark.parametrize("vouched", [True, False])
+def test_who_may_be_counted_as_lost_by_the_end_of_a_read_claims_nothing(vouched: bool):
+    """A read may wait for long; what a lost worker claims is taken from it again, as a crash of the job."""
+    answers = iter([True, vouched])
+    entry = SimpleNamespace(entry_id="1-1", job_id="job", type="echo")
+    intake = reading(lambda *_asked: [entry])
+    intake._vouched = lambda: next(answers)
+    intake._claim, intake._put_back = Mock(), Mock()  # type: ignore[method-assign]
+    intake._step()
+    assert (intake._claim.called, intake._put_back.called) == (vouched, not vouched)
+
+
 def test_who_could_read_again_begins_with_short_pauses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(random, "uniform", lambda _least, most: most)
     fails = 3 * [RedisUnavailable("refused")]

@@ -1,16 +1,19 @@
 """The ledger alone, on a real database: what it was told is written, whatever the server says meanwhile."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
 import worker.acknowledger
+from orchestrator.errors import DatabaseUnavailable
 from orchestrator.leases import Remains
-from orchestrator.store import schema
-from orchestrator.store.claim import HELD, Claim, NotClaimed
+from orchestrator.store import schema, unclaimable
+from orchestrator.store.claim import HELD, Claim, NotClaimed, claim_jobs
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.policies import Copy
 from orchestrator.store.settle import Left, Release, Start, finish_all
@@ -26,8 +29,11 @@ from tests.factories import (
     history,
     holding,
     holding_job,
+    now,
     row,
     rows,
+    set_job,
+    spoil_job,
     status,
     submit,
 )
@@ -172,12 +178,145 @@ def refuse_one(db, monkeypatch, job_id: str) -> None:
     monkeypatch.setattr("worker.ledger.finish_all", picky)
 
 
-def test_a_claim_that_meets_trouble_is_answered_so(db, ledger, monkeypatch):
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_claim_that_meets_trouble_for_good_is_answered_so_and_costs_no_job_anything(db, ledger, monkeypatch, count):
+    ids = submit(db, count)
+    fail_first(db, monkeypatch, *[trouble(1317)] * 4)
+    with pytest.raises(DatabaseUnavailable, match="the claim failed"):
+        ledger.claim(ids).result(10)
+    answers = ledger.claim(ids).result(10)
+    assert [answers[job_id].attempt for job_id in ids] == [1] * count
+
+
+def test_a_claim_that_meets_trouble_once_is_tried_again(db, ledger, monkeypatch):
     (job_id,) = submit(db)
     fail_first(db, monkeypatch, trouble(1317))
-    with pytest.raises(Exception, match="the claim failed"):
-        ledger.claim([job_id]).result(10)
     assert isinstance(ledger.claim([job_id]).result(10)[job_id], Claim)
+
+
+# --- jobs whose claim breaks ---
+
+
+def break_claims(monkeypatch, error: Exception, *broken: str) -> None:
+    """Whoever claims these, with whomever, fails."""
+
+    def claim(conn: Any, by: Any, job_ids: Any, *given: Any, **named: Any) -> Any:
+        if not set(broken).isdisjoint(job_ids):
+            raise error
+        return claim_jobs(conn, by, job_ids, *given, **named)
+
+    monkeypatch.setattr("worker.ledger.claim_jobs", claim)
+
+
+def claimed(answers: dict[str, Claim | NotClaimed]) -> list[str]:
+    return [job_id for job_id, answer in answers.items() if isinstance(answer, Claim)]
+
+
+def test_a_row_that_no_claim_can_read_keeps_no_other_from_being_claimed(db, ledger, caplog):
+    bad, *good = submit(db, 5, min_memory_mb=100)
+    spoil_job(db, bad, gpu_count=0)
+    answers = ledger.claim([*good[:2], bad, *good[2:]]).result(10)
+    assert claimed(answers) == good
+    assert "it cannot be claimed: IndexError" in answers[bad].reason
+    assert status(db, bad) == "pending"
+    assert bad in [getattr(line, "job_id", None) for line in caplog.records if line.levelname == "ERROR"]
+
+
+def test_a_job_whose_claim_breaks_is_charged_and_put_off_and_says_why(db, hand, ledger, monkeypatch):
+    bad, good = submit(db, 2)
+    break_claims(monkeypatch, KeyError("what it has not"), bad)
+    (claim,) = hand.claim(*submit(db))
+    ledger.note(done(claim), "1-1")
+    assert claimed(ledger.claim([bad, good]).result(10)) == [good]
+    waits = row(db, bad)
+    why = "it cannot be claimed: KeyError: 'what it has not'"
+    assert (waits.status, waits.queued, waits.attempts, waits.wait_reason) == ("pending", "delayed", 1, why)
+    assert (waits.worker_id, waits.last_error, waits.error_kind) == (None, why, "transient")
+    assert history(db, bad)[1:] == ["job.claimed", "job.retry"]
+    wait_done(db, claim)
+
+
+def test_a_job_whose_claim_breaks_every_time_ends_as_a_dead_letter(db, ledger, monkeypatch):
+    (bad,) = submit(db, max_attempts=2)
+    break_claims(monkeypatch, IndexError("tuple index out of range"), bad)
+    ledger.claim([bad]).result(10)
+    set_job(db, bad, queued="announced", not_before=None)
+    ledger.claim([bad]).result(10)
+    assert (status(db, bad), row(db, bad).attempts) == ("dead_letter", 2)
+    assert [letter.job_id for letter in rows(db, schema.dead_letters)] == [bad]
+
+
+def test_a_job_that_cannot_be_charged_either_is_put_off_for_long(db, ledger, monkeypatch):
+    bad, good = submit(db, 2)
+    break_claims(monkeypatch, ValueError("no"), bad)
+    monkeypatch.setattr(unclaimable, "record", Mock(side_effect=DataError("UPDATE …", {}, Exception(1264, "range"))))
+    assert claimed(ledger.claim([bad, good]).result(10)) == [good]
+    waits = row(db, bad)
+    assert (waits.queued, waits.attempts, waits.wait_reason) == ("delayed", 0, "it cannot be claimed: ValueError: no")
+    assert (waits.not_before - now(db)).total_seconds() > unclaimable.PUT_OFF_S / 2
+
+
+def test_a_job_of_which_nothing_can_be_written_is_left_where_it_is(db, ledger, monkeypatch):
+    bad, good = submit(db, 2)
+    break_claims(monkeypatch, ValueError("no"), bad)
+    monkeypatch.setattr(unclaimable, "move", Mock(side_effect=DataError("UPDATE …", {}, Exception(4025, "check"))))
+    answers = ledger.claim([bad, good]).result(10)
+    assert (claimed(answers), type(answers[bad])) == ([good], NotClaimed)
+    assert row(db, bad).queued == "ready"
+
+
+def test_a_job_with_which_the_server_has_trouble_is_put_off_and_not_charged(db, ledger, monkeypatch):
+    bad, good = submit(db, 2)
+    break_claims(monkeypatch, trouble(1690), bad)
+    assert claimed(ledger.claim([bad, good]).result(10)) == [good]
+    waits = row(db, bad)
+    assert (waits.queued, waits.attempts) == ("delayed", 0)
+    assert "the server's trouble" in waits.wait_reason
+
+
+def test_nothing_is_split_while_the_server_is_away(db, ledger, monkeypatch):
+    ids = submit(db, 4)
+    left = fail_first(db, monkeypatch, *[DatabaseUnavailable("gone")] * 3)
+    with pytest.raises(DatabaseUnavailable, match="gone"):
+        ledger.claim(ids).result(10)
+    assert len(left) == 2
+
+
+# --- a server that takes small statements ---
+
+
+@pytest.fixture
+def small_packets(db, mariadb) -> Iterator[None]:
+    with mariadb.taking(1 << 20):
+        db.engine.dispose()
+        yield
+    db.engine.dispose()
+
+
+def test_results_that_are_too_large_together_are_written_one_by_one(db, hand, ledger, small_packets):
+    claims = hand.claim(*submit(db, 4))
+    ids = submit(db)
+    for claim in claims:
+        ledger.note(done(claim, json.dumps("a" * 600_000)), "1-1")
+    assert claimed(ledger.claim(ids).result(20)) == ids
+    wait_done(db, *claims)
+
+
+#: By its length, by what must be escaped, by what takes four bytes.
+TOO_LARGE = ["a" * 1_100_000, '"' * 300_000, "\N{PILE OF POO}" * 300_000]
+
+
+@pytest.mark.parametrize("text", TOO_LARGE, ids=["long", "escaped", "wide"])
+def test_a_result_that_is_larger_than_the_server_takes_fails_its_job_and_no_other(
+    db, hand, ledger, small_packets, text
+):
+    large, small = hand.claim(*submit(db, 2))
+    ledger.note(done(large, json.dumps(text, ensure_ascii=False)), "1-1")
+    ledger.note(done(small), "1-2")
+    wait_until(lambda: row(db, large.job_id).status == "failed", what="failed")
+    wait_done(db, small)
+    assert "raise its max_allowed_packet" in row(db, large.job_id).last_error
+    assert row(db, large.job_id).error_kind == "bad_result"
 
 
 # --- rows that somebody holds ---

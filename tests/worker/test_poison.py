@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.factories import spoil_job
 from tests.waiting import wait_until
 from tests.worker.databases import EMBEDDED_TOO
 from tests.worker.test_worker import events, submit
@@ -84,3 +85,17 @@ def test_a_type_is_a_name_and_no_path_to_code(cluster, orchestrator):
     )
     found = [cluster.job(job_id) for job_id in waiting]
     assert {(job["status"], job["attempts"]) for job in found} == {("pending", 0)}
+
+
+@EMBEDDED_TOO
+def test_a_row_that_no_claim_can_read_delays_nobody_else(cluster, orchestrator, raw):
+    bad = submit(orchestrator, "echo", {}, min_memory_mb=100, max_attempts=1)
+    jobs = [submit(orchestrator, "echo", {}) for _ in range(3)]
+    wait_until(lambda: raw.xlen(KEY) == 4, what="announced")
+    spoil_job(cluster.db, bad, gpu_count=0)
+    workers = [cluster.worker(), cluster.worker()]
+    jobs += [submit(orchestrator, "echo", {}) for _ in range(6)]
+    for job_id in jobs:
+        cluster.wait_for(job_id, "done")
+    done_once(cluster, jobs)
+    wait_until(lambda: any(bad in worker.log.read_text() for worker in workers), what="a line that names it")

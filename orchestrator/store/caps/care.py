@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, delete, select, update
 
-from orchestrator.jobs import OWNED
 from orchestrator.policies import WAITS_FOR_CAP as KIND
 from orchestrator.policies import Book
 from orchestrator.store import blocked
@@ -15,8 +14,7 @@ from orchestrator.store.caps import held, rows
 from orchestrator.store.caps.keys import caps_of
 from orchestrator.store.caps.room import Room
 from orchestrator.store.caps.waiting import Going
-from orchestrator.store.dialect import by_key
-from orchestrator.store.schema import concurrency_caps, jobs
+from orchestrator.store.schema import concurrency_caps
 
 #: Keys that one look at those who wait sees at most.
 MANY_KEYS = 500
@@ -33,16 +31,16 @@ def seat_late(conn: Connection, book: Book, limit: int) -> int:
     """
     if not book.limits:
         return 0
-    late = {}
-    for job in held.of_owned(conn):
-        if new := [key for key, most in caps_of(book, job.lane, job).items() if most and key not in job.held]:
-            late[job.job_id] = job.held + new
-    ids = list(late)[:limit]
+    ids = [job.job_id for job in held.of_owned(conn) if _unseated(book, job)][:limit]
     if ids:
-        found = by_key(select(jobs.c.job_id), jobs).where(jobs.c.job_id.in_(ids), jobs.c.status.in_(sorted(OWNED)))
-        owned = conn.execute(found.with_for_update(skip_locked=True)).scalars()
-        held.remember(conn, {job_id: late[job_id] for job_id in owned})
+        # As they are now: one that ended meanwhile may have been claimed again, and sit elsewhere.
+        found = held.lock_owned(conn, ids)
+        held.remember(conn, {job.job_id: job.held + new for job in found if (new := _unseated(book, job))})
     return len(ids)
+
+
+def _unseated(book: Book, job: held.JobKeys) -> list[str]:
+    return [key for key, most in caps_of(book, job.lane, job).items() if most and key not in job.held]
 
 
 def heal(conn: Connection, *, unheld: bool = False) -> int:

@@ -26,6 +26,12 @@ _COLUMNS = (
 )
 _BY_ID = Hot(lambda ids: by_key(select(*_COLUMNS).where(jobs.c.job_id.in_(ids)), jobs))
 _OWNED = select(*_COLUMNS).where(jobs.c.status.in_(sorted(OWNED)))
+_LOCKED = Hot(
+    lambda ids: by_key(
+        select(*_COLUMNS).where(jobs.c.job_id.in_(ids), among(jobs.c.status, OWNED)).with_for_update(skip_locked=True),
+        jobs,
+    )
+)
 SEATED = select(jobs.c.held_caps).where(among(jobs.c.status, OWNED), jobs.c.held_caps.is_not(None))
 
 
@@ -49,6 +55,11 @@ def of_jobs(conn: Connection, job_ids: Sequence[str]) -> Iterator[JobKeys]:
 
 def of_owned(conn: Connection) -> Iterator[JobKeys]:
     return (JobKeys(*row) for row in conn.execute(_OWNED))
+
+
+def lock_owned(conn: Connection, job_ids: Sequence[str]) -> Iterator[JobKeys]:
+    """Those of these that are owned and whose rows nobody else holds, locked."""
+    return (JobKeys(*row) for row in _LOCKED.rows(conn, job_ids))
 
 
 def count(conn: Connection) -> Counter[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from orchestrator.jobs import NewJob
-from orchestrator.jsontext import listed
+from orchestrator.jsontext import listed, names_in
 from orchestrator.policies import Book, keys_of
 
 #: Of those who do not know the policies.
@@ -29,10 +29,27 @@ class Keyed(Protocol):
 
 
 def caps_of(book: Book, lane: str, job: Keyed) -> dict[str, int]:
-    """The caps that limit a job. A lane that is closed as a whole (`Book.closed`) is not among them."""
-    if not book.limits:
-        return {}
-    return _single(book, keys_of(lane, job.agent, job.type, job.model_id, listed(job.concurrency_keys)))
+    """The caps that limit a job. A lane that is closed as a whole (`Book.closed`) is not among them.
+
+    Own keys that cannot be read are none here, where jobs are looked at together; its claim refuses such a job.
+    """
+    return _of(book, lane, job, listed(job.concurrency_keys)) if book.limits else {}
+
+
+def caps_to_claim(book: Book, lane: str, job: Keyed) -> dict[str, int]:
+    """The same, for the one that is to be claimed. Raises ValueError when its keys cannot be read."""
+    return _of(book, lane, job, _own_keys(job)) if book.limits else {}
+
+
+def _own_keys(job: Keyed) -> list[str]:
+    try:
+        return names_in(job.concurrency_keys)
+    except ValueError as wrong:
+        raise ValueError(f"concurrency_keys cannot be read: {wrong}") from None
+
+
+def _of(book: Book, lane: str, job: Keyed, own: Iterable[str]) -> dict[str, int]:
+    return _single(book, keys_of(lane, job.agent, job.type, job.model_id, own))
 
 
 def caps_of_new(book: Book, job: NewJob) -> dict[str, int]:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from orchestrator.policies import Book
 from orchestrator.store.caps import held as held_caps
 from orchestrator.store.caps import rows, waiting
-from orchestrator.store.caps.keys import NO_BOOK, Keyed, caps_of
+from orchestrator.store.caps.keys import NO_BOOK, Keyed, caps_to_claim
 from orchestrator.store.caps.room import UNLIMITED, Room
 
 
@@ -47,7 +47,7 @@ class Seats:
         self._lock(keys, wanted)
 
     def caps_of(self, lane: str, job: Keyed) -> dict[str, int]:
-        return caps_of(self.book, lane, job)
+        return caps_to_claim(self.book, lane, job)
 
     def give_back(self, keys: Sequence[str]) -> None:
         """Of attempts that are over; a key is there once for each of them."""

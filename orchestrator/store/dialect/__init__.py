@@ -12,7 +12,7 @@ from orchestrator.store.dialect.columns import TABLE_OPTIONS, CountingId, LongTe
 from orchestrator.store.dialect.contract import LeaderLock
 from orchestrator.store.dialect.functions import json_field, json_has, largest
 from orchestrator.store.dialect.hints import by_key, in_order, unled, walking
-from orchestrator.store.dialect.literals import mark, writer
+from orchestrator.store.dialect.literals import largest_statement, mark, writer
 from orchestrator.store.dialect.moments import clock, earlier, seconds_between, seconds_since, utc_now, utc_shift
 from orchestrator.store.dialect.upserts import upsert, upsert_returning
 from orchestrator.store.dialect.urls import SCRATCH, dialect_of, file_of, missing_file, scratch_url
@@ -33,6 +33,7 @@ __all__ = [
     "json_field",
     "json_has",
     "largest",
+    "largest_statement",
     "mark",
     "missing_file",
     "scratch_url",

@@ -43,6 +43,9 @@ class Dialect(Protocol):
     def is_late(self, error: DBAPIError) -> bool:
         """Whether the server did not answer in time: it is slow, or this connection died in silence."""
 
+    def is_too_large(self, error: DBAPIError) -> bool:
+        """Whether the statement has more bytes than one may have, whoever runs it again."""
+
     def is_content(self, error: DBAPIError) -> bool:
         """Whether it is about what was to be written, although the driver calls it trouble of the server."""
 

@@ -16,9 +16,9 @@ from types import NoneType
 from typing import Any
 
 from pymysql.connections import Connection
-from pymysql.constants import CR, SERVER_STATUS
+from pymysql.constants import CR, ER, SERVER_STATUS
 from pymysql.converters import escape_string
-from pymysql.err import OperationalError
+from pymysql.err import DataError, OperationalError
 
 
 class QuickConnection(Connection):  # type: ignore[misc]  # the driver has no types
@@ -53,6 +53,8 @@ class WatchedConnection(QuickConnection):
     session: int
     #: Bytes on their way, as last looked at.
     _unsent = 0
+    #: Bytes of the largest statement that the server takes in this session; None: not known yet.
+    max_packet: int | None = None
 
     def __init__(self, *args: Any, **named: Any) -> None:
         self.opened_at = time.monotonic()
@@ -72,6 +74,9 @@ class WatchedConnection(QuickConnection):
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)  # that of an encrypted one would touch its state
 
     def _execute_command(self, command: int, sql: Any) -> None:
+        if self.max_packet is not None and len(sql) + 1 >= self.max_packet:
+            # The server would close the connection, as if it were away: whoever tries again would do so for ever.
+            raise DataError(ER.NET_PACKET_TOO_LARGE, too_large(len(sql), self.max_packet))
         super()._execute_command(command, sql)
         self.asked_at = time.monotonic()
 
@@ -86,6 +91,11 @@ class WatchedConnection(QuickConnection):
             return super()._read_query_result(unbuffered)
         finally:
             self.asked_at = None
+
+
+def too_large(size: int, most: int) -> str:
+    what = f"a statement of {size} bytes, and the database takes less than {most}"
+    return f"{what}: raise its max_allowed_packet, or pass a reference to the data"
 
 
 def _unsent(sock: socket.socket) -> int:

@@ -13,6 +13,12 @@ def mark(dialect: Dialect) -> str:
     return "?" if dialect.paramstyle == "qmark" else "%s"
 
 
+def largest_statement(conn: Connection) -> int | None:
+    """The bytes that one statement may not reach; None where there is no such limit."""
+    limit: int | None = getattr(conn.connection.driver_connection, "max_packet", None)
+    return limit
+
+
 def writer(conn: Connection) -> Callable[[Any], str] | None:
     """What writes a value into a text that has marks too; None where every value is sent beside it."""
     escape = getattr(conn.connection.driver_connection, "escape", None)

@@ -38,6 +38,8 @@ class MariaDB:
     OF_THE_LIMIT = 0.9
     #: A CHECK refused the row.
     CONTENT = frozenset({4025})
+    #: More than max_allowed_packet.
+    TOO_LARGE = 1153
     READ_ONLY = frozenset({1290, 1792, 1836})
     #: In a log of statements there is no place for what we write under READ COMMITTED.
     UNLOGGED = 1665
@@ -119,6 +121,9 @@ class MariaDB:
         # To the driver that is a lost connection, as one found dead: only what it was raised for tells them apart.
         given_up = error.orig is not None and isinstance(error.orig.__context__, TimeoutError)
         return given_up or self._code(error) == self.TOOK_TOO_LONG
+
+    def is_too_large(self, error: DBAPIError) -> bool:
+        return self._code(error) == self.TOO_LARGE
 
     def is_content(self, error: DBAPIError) -> bool:
         return self._code(error) in self.CONTENT
@@ -203,6 +208,8 @@ class MariaDB:
                 f" idle_transaction_timeout = {max(1, int(idle_s))},{limit}"
                 f" sql_mode = CONCAT_WS(',', @@sql_mode, '{self.MODES}')"
             )
+            cursor.execute("SELECT @@max_allowed_packet")
+            (connection.max_packet,) = cursor.fetchone()
 
 
 class ServerLock:

@@ -47,6 +47,9 @@ class SQLite:
     def is_late(self, _error: DBAPIError) -> bool:
         return False  # no server
 
+    def is_too_large(self, _error: DBAPIError) -> bool:
+        return False  # there is no packet
+
     def is_content(self, _error: DBAPIError) -> bool:
         return False
 
