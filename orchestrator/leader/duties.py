@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import RedisUnavailable, Unavailable, UnknownDuty
+from orchestrator.errors import StaleEpoch, Unavailable, UnknownDuty
 from orchestrator.jobs import OWNED, Queued, RetryPolicy, Status
 from orchestrator.leader import retention
 from orchestrator.leader.apart import Apart
@@ -133,20 +133,23 @@ def _in_lanes(lanes: Sequence[str], work: Callable[[str], int]) -> int:
     """Do it in all of them, then report the first that failed: a broken lane must not hold up the others.
 
     A server that does not answer is not asked for each of a thousand lanes, nor is a row waited for in each: other
-    duties wait meanwhile. So none of them is always the last.
+    duties wait meanwhile. So none of them is always the last. What nobody expected is reported before what time mends.
     """
     did = waits = 0
-    failures: list[Unavailable] = []
+    failures: list[Exception] = []
     for lane in random.sample(lanes, len(lanes)):
         try:
             did += work(lane)
-        except (RowsHeld, RedisUnavailable) as broken:
+        except StaleEpoch:
+            raise
+        except Exception as broken:  # noqa: BLE001 - reported below
+            broken.add_note(f"lane {lane}")
             failures.append(broken)
-            waits += isinstance(broken, RowsHeld) or not broken.answered
+            waits += isinstance(broken, Unavailable) and not getattr(broken, "answered", False)
             if waits >= MAX_WAITS:
                 break
     if failures:
-        raise failures[0]
+        raise min(failures, key=lambda failure: isinstance(failure, Unavailable))
     return did
 
 

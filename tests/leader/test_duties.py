@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from sqlalchemy import update
 
-from orchestrator.errors import RedisUnavailable, StaleEpoch, UnknownDuty, WorkerLost
+from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, StaleEpoch, UnknownDuty, WorkerLost
 from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
 from orchestrator.leases import LeaseRequest, Terms
@@ -323,6 +323,25 @@ def test_consumers_of_workers_that_are_gone_are_forgotten(db, hub, raw, context,
     assert raw.xpending(KEY, lane.group)["pending"] == 1
 
 
+def test_names_that_are_not_ours_hold_nothing_up(db, hub, raw, context, publisher, monkeypatch):
+    """A consumer and a group that somebody made, of bytes that are no text."""
+    monkeypatch.setattr(duties, "CONSUMER_IDLE_MS", 0)
+    lane, (job_id,) = hub.lane("default"), submit(db)
+    lane.ensure_group()
+    for name in (b"\xff\xfe", b"a name\x00", b"x" * 1000):
+        raw.execute_command("XGROUP", "CREATECONSUMER", KEY, lane.group, name)
+    raw.execute_command("XGROUP", "CREATE", KEY, b"\xff", "0")
+    gone = hire(db)
+    hub.reader(lane, gone.worker_id).read(1, 20)
+    db.write(lambda conn: nodes.deregister(conn, gone.worker))
+    publisher.publish("default")
+    duties.reclaim(context)
+    assert lane.idle_consumers(0) in ([], ["leader"])
+    raw.xtrim(KEY, maxlen=0, approximate=False)
+    set_job(db, job_id, published_at=utc_shift(-60.0))
+    assert duties.repair(context) == 1
+
+
 # --- publish, purge ---
 
 
@@ -520,6 +539,53 @@ def test_what_is_waited_for_in_vain_is_not_asked_for_each_lane_and_none_is_alway
             duties._in_lanes(context.lanes(), work)
         assert len(tried) == 2
         seen |= set(tried)
+
+
+@pytest.mark.parametrize("error", [ValueError, DatabaseUnavailable, WorkerLost])
+def test_a_lane_that_fails_as_nobody_expected_does_not_hold_up_the_others(db, context, error):
+    for lane in ("a", "b", "c", "d"):
+        submit(db, pool_id=lane)
+    tried = []
+
+    def work(lane):
+        tried.append(lane)
+        if lane == "b":
+            raise error("of one lane")
+        return 2
+
+    with pytest.raises(error) as reported:
+        duties._in_lanes(context.lanes(), work)
+    assert sorted(tried) == ["a", "b", "c", "d"]
+    assert reported.value.__notes__ == ["lane b"]
+
+
+def test_what_time_does_not_mend_is_reported_first(db, context):
+    for lane in ("a", "b"):
+        submit(db, pool_id=lane)
+    failures = iter([RedisUnavailable("refused", answered=True), ValueError("a bug")])
+
+    def work(_lane):
+        raise next(failures)
+
+    with pytest.raises(ValueError, match="a bug"):
+        duties._in_lanes(context.lanes(), work)
+
+
+def test_a_lane_whose_key_became_another_is_mended_by_whoever_looks(db, hub, raw, context, publisher):
+    """All its jobs are announced or run: no publisher looks there."""
+    hand, ids = hire(db), submit(db, 3)
+    publisher.publish("default")
+    deliver(hub, raw, hand, 1)
+    hand.claim(ids[0])
+    raw.set(KEY, "somebody's")
+    assert duties.reclaim(context) == 0
+    assert raw.type(KEY) == "none"
+    raw.set(KEY, "somebody's")
+    for job_id in ids[1:]:
+        set_job(db, job_id, published_at=utc_shift(-60.0))
+    assert [duties.repair(context), duties.publish(context)] == [2, 2]
+    assert announced(raw) == ids[1:]
+    assert [raw.get(kept) for kept in raw.keys("*:aside:*")] == ["somebody's"] * 2
 
 
 def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):

@@ -99,6 +99,7 @@ def test_a_duty_that_fails_again_and_again_is_told_once_and_so_is_its_success(
     leader = LeaderLoop(opened, hub, Publisher(opened, hub, config), config, "leader")
     leader._candidate.tick()
     away, answers = DatabaseUnavailable("away"), iter("fff.f.")
+    away.add_note("lane a")
 
     def flickers(_context):
         if next(answers) == "f":
@@ -110,6 +111,7 @@ def test_a_duty_that_fails_again_and_again_is_told_once_and_so_is_its_success(
     assert context is not None
     assert [leader._run(duty, context) for _ in range(6)] == [0, 0, 0, 7, 0, 7]
     assert [record.message for record in caplog.records] == ["duty failed", "duty works again"] * 2
+    assert vars(caplog.records[0])["error"] == "away, lane a"
     leader.close()
 
 
