@@ -30,6 +30,7 @@ from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import (
     caps,
+    clock,
     dead_letters,
     gatekeeper,
     gates,
@@ -77,6 +78,7 @@ CONSUMER_IDLE_MS = 60_000
 # What duties look for. They ask before they begin a transaction: most of the time there is nothing to do.
 _DUE = leadership.question(outbox.DELAYED_AND_DUE)
 _SILENT = leadership.question(nodes.SILENT)
+_AHEAD = leadership.question(*clock.AHEAD)
 _OF_HTTP_WORKERS = leadership.question(reports.HELD)
 _CAPS = leadership.question(*caps.CONCERNED)
 _LEASES = leadership.question(lease_purge.DUE, lease_purge.SPENT, lease_purge.ENDED_LONG_AGO)
@@ -192,6 +194,8 @@ def reclaim(context: DutyContext) -> int:
 
 
 def _reclaim_jobs(context: DutyContext) -> int:
+    if context.term.finds(_AHEAD):
+        log.warning("the clock was set back", extra={"rows": context.term.write(clock.set_right)})
     timeout = context.settings.worker_timeout_s
     # A young term may follow an outage of the database, in which nobody could send heartbeats: let them first.
     if context.term.age_s > timeout and context.term.finds(_SILENT, silent_since_s=-timeout):

@@ -16,6 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from orchestrator import actors
 from orchestrator.errors import StaleEpoch
 from orchestrator.store import audit
+from orchestrator.store.clock import AHEAD_S
 from orchestrator.store.database import Database
 from orchestrator.store.dialect import utc_now, utc_shift
 from orchestrator.store.hot import Hot
@@ -74,7 +75,8 @@ def take(conn: Connection, name: str, holder: str, ttl_s: float, *, lock_held: b
 
     None when not taken.
     """
-    over = or_(leadership.c.expires_at.is_(None), leadership.c.expires_at <= utc_now()).label("over")
+    ahead = leadership.c.expires_at > utc_shift(ttl_s + AHEAD_S)  # its clock was set back, and nobody renewed it since
+    over = or_(leadership.c.expires_at.is_(None), leadership.c.expires_at <= utc_now(), ahead).label("over")
     row = conn.execute(select(leadership, over).where(leadership.c.name == name).with_for_update()).one()
     if not lock_held and not row.over:
         return None

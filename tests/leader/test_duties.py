@@ -12,9 +12,10 @@ from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
 from orchestrator.leases import LeaseRequest, Terms
 from orchestrator.store import dead_letters, grants, leadership, nodes, schema, tallies, withdraw
+from orchestrator.store.clock import AHEAD_S
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import utc_shift
-from tests.factories import STALE_S, gpu, hire, history, row, rows, set_job, status, submit, traffic
+from tests.factories import STALE_S, gpu, hire, history, now, row, rows, set_job, status, submit, traffic
 
 KEY = "stream:orchestrator:inference_jobs"
 DLQ = "stream:orchestrator:dlq"
@@ -189,6 +190,63 @@ def test_what_became_of_them_is_counted(db, context, scene):
     for outcome in ("retried", "buried", "cancelled"):
         assert totals["reclaims_total", "", outcome] == 1
     assert totals["retries_total", "", "worker_lost"] == 1
+
+
+HOUR = 3600.0
+#: Stamps that decide something, and by how much each is ahead when it is written.
+STAMPS = {
+    schema.workers.c.last_heartbeat: 0.0,
+    schema.nodes.c.last_heartbeat: 0.0,
+    schema.nodes.c.supervisor_seen_at: 0.0,
+    schema.gpus.c.sampled_at: 0.0,
+    schema.gpus.c.gate_closed_at: 0.0,
+    schema.leases.c.expires_at: schema.leases.c.ttl_seconds,
+    schema.jobs.c.published_at: 0.0,
+}
+
+
+def stamp(db, ahead_s):
+    """As if all had been written just now, and then the clock set back by so much."""
+    for column, lead_s in STAMPS.items():
+        moved = update(column.table).values({column: utc_shift(lead_s + ahead_s)})
+        db.write(lambda conn, moved=moved: conn.execute(moved))
+
+
+def hours_ahead(db):
+    here = now(db)
+    found = {str(column): getattr(one, column.name) for column in STAMPS for one in rows(db, column.table)}
+    return {name: round((moment - here).total_seconds() / HOUR) for name, moment in found.items()}
+
+
+def test_stamps_of_a_clock_that_was_set_back_count_as_of_now(db, context, scene):
+    """F-31: else a dead worker would count as alive, its GPU as measured and its lease as renewed for an hour."""
+    hand, (claim,) = scene(min_memory_mb=1000)
+    stamp(db, HOUR)
+    assert set(hours_ahead(db).values()) == {1}
+    duties.reclaim(context)
+    assert hours_ahead(db) == {str(column): int(column is schema.jobs.c.published_at) for column in STAMPS}
+    assert status(db, claim.job_id) == "claimed"  # it may live: it has as long to say so as ever
+    hand.go_silent()
+    duties.reclaim(context)
+    assert status(db, claim.job_id) == "pending"
+
+
+def test_a_stamp_that_is_a_little_ahead_is_left_alone(context, scene, db):
+    scene(min_memory_mb=1000)
+    for ahead_s, wrong in ((AHEAD_S - 30.0, False), (AHEAD_S + 30.0, True)):
+        stamp(db, ahead_s)
+        assert context.term.finds(duties._AHEAD) is wrong
+
+
+def test_what_is_lost_is_announced_again_although_the_clock_was_set_back(db, hub, raw, context, publisher):
+    """F-31."""
+    hand, ids = hire(db), submit(db, 3)
+    publisher.publish("default")
+    deliver(hub, raw, hand, 1)  # who read it dies
+    raw.xdel(KEY, raw.xrange(KEY)[-1][0])
+    stamp(db, HOUR)
+    assert [duties.reclaim(context), duties.repair(context), duties.publish(context)] == [1, 1, 2]
+    assert sorted(announced(raw)) == sorted(ids)
 
 
 # --- reclaim: entries ---

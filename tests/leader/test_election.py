@@ -198,6 +198,14 @@ def test_without_the_lock_a_living_term_is_respected_and_a_finished_one_followed
     assert take(db, lock_held=False) == 2
 
 
+def test_a_term_of_a_time_that_has_not_come_is_followed_without_the_lock(db):
+    """F-31: its leader died, and the clock was set back: it would not be over for an hour."""
+    leadership.ensure_row(db, NAME)
+    take(db, ttl_s=3600.0)
+    assert take(db, ttl_s=3600.0, lock_held=False) is None
+    assert take(db, ttl_s=30.0, lock_held=False) == 2
+
+
 def test_an_expired_term_is_not_renewed(db, candidates):
     one = candidates("one")
     one.tick()
