@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import StaleEpoch, Unavailable, UnknownDuty
+from orchestrator.dead_letters import about_entry
+from orchestrator.errors import RedisUnavailable, StaleEpoch, Unavailable, UnknownDuty
 from orchestrator.jobs import OWNED, Queued, RetryPolicy, Status
 from orchestrator.leader import retention
 from orchestrator.leader.apart import Apart
@@ -52,7 +53,7 @@ from orchestrator.store.policies import Copy
 from orchestrator.store.reports import Overrun
 from orchestrator.store.settle import End, Settled, record, take_from_dead
 from orchestrator.stream.hub import Hub
-from orchestrator.stream.lane import Lane
+from orchestrator.stream.lane import Entry, Lane
 from orchestrator.telemetry import life, metrics, tracing
 
 if TYPE_CHECKING:
@@ -219,7 +220,8 @@ def _rescue(context: DutyContext, owner: DeadOwner) -> int:
     dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
     settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
     life.settled(settled, worker_id=dead.worker_id, pool_id=dead.pool_id)
-    metrics.recovered(owner.silent_s)
+    if settled:
+        metrics.recovered(owner.silent_s)
     if spans := tracing.spans():  # nobody else speaks for them; when they began, nobody knows
         spans.died([one.end for one in settled if one.arrow], owner.silent_s, dead.worker_id, dead.pool_id)
     return len(settled)
@@ -241,10 +243,21 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
     if waiting:
         context.term.write(lambda conn: outbox.unpublish_unheld(conn, waiting))
+    _tell_of_strangers(context, [entry for entry in idle.entries if entry.job_id not in status])
     drop = [entry.entry_id for entry in idle.entries if status.get(entry.job_id or "") not in OWNED]
     lane.ack_as_leader(context.term.epoch, drop)
     _forget_consumers(context, lane)
     return len(drop)
+
+
+def _tell_of_strangers(context: DutyContext, entries: Sequence[Entry]) -> None:
+    """Before they are acknowledged: whoever read them did not live to tell. No letter is worth an entry for ever."""
+    try:
+        context.hub.dead_letters.tell([about_entry(entry.entry_id, entry.job_id) for entry in entries])
+    except RedisUnavailable as refused:
+        if not refused.answered:
+            raise
+        log.warning("dead letters refused", extra={"entries": len(entries), "error": str(refused)})
 
 
 def _forget_consumers(context: DutyContext, lane: Lane) -> None:

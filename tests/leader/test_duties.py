@@ -10,12 +10,14 @@ from sqlalchemy import update
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, StaleEpoch, UnknownDuty, WorkerLost
 from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
+from orchestrator.leader.duties import DutyContext
+from orchestrator.leader.term import borrow
 from orchestrator.leases import LeaseRequest, Terms
-from orchestrator.store import dead_letters, grants, leadership, nodes, schema, tallies, withdraw
+from orchestrator.store import dead_letters, grants, leadership, nodes, registry, schema, tallies, withdraw
 from orchestrator.store.clock import AHEAD_S
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import utc_shift
-from tests.factories import STALE_S, gpu, hire, history, now, row, rows, set_job, status, submit, traffic
+from tests.factories import STALE_S, Hand, gpu, hire, history, now, row, rows, set_job, status, submit, traffic
 
 KEY = "stream:orchestrator:inference_jobs"
 DLQ = "stream:orchestrator:dlq"
@@ -157,6 +159,36 @@ def test_a_leader_that_died_half_way_is_finished_by_the_next(db, context, scene)
     db.write(lambda conn: nodes.declare_lost(conn, 1.0, 10))
     assert status(db, claim.job_id) == "claimed"
     duties.reclaim(context)
+    assert status(db, claim.job_id) == "pending"
+
+
+def test_who_registered_anew_since_the_leader_looked_keeps_its_jobs(db, context, monkeypatch):
+    worker = nodes.Worker("http-1", nodes.NO_NODE, "default", "host", 0, 4, ("echo",))
+    db.write(lambda conn: registry.register(conn, worker))
+    hand, (old, new) = Hand(db, worker), submit(db, 2)
+    (claim,) = hand.claim(old)
+    hand.go_silent()
+    db.write(lambda conn: nodes.declare_lost(conn, 30.0, 10))
+    looked = db.read(lambda conn: nodes.dead_owners(conn, 10))
+    assert [owner.worker_id for owner in looked] == ["http-1"]
+    hand.finish(claim)
+    db.write(lambda conn: registry.register(conn, worker))
+    hand.claim(new)
+    monkeypatch.setattr(nodes, "dead_owners", lambda _conn, _limit: looked)
+    duties.reclaim(context)
+    assert (status(db, new), row(db, new).crashes) == ("claimed", 0)
+
+
+def test_a_duty_by_hand_under_a_young_leader_lets_workers_speak_first(db, hub, config, publisher, context, scene):
+    hand, (claim,) = scene()
+    hand.go_silent()
+    by_hand = DutyContext(borrow(db, config, "operator"), hub, publisher, config)
+    duties.reclaim(by_hand)
+    assert status(db, claim.job_id) == "claimed"
+    began = update(schema.leadership).values(acquired_at=utc_shift(-config.worker_timeout_s - 1.0))
+    db.write(lambda conn: conn.execute(began))
+    by_hand = DutyContext(borrow(db, config, "operator"), hub, publisher, config)
+    duties.reclaim(by_hand)
     assert status(db, claim.job_id) == "pending"
 
 
@@ -343,6 +375,32 @@ def test_garbage_and_unknown_jobs_are_removed(db, hub, raw, context):
     deliver(hub, raw, hire(db))
     assert duties.reclaim(context) == 2
     assert announced(raw) == []
+    # Whoever read them did not live to tell.
+    letters = [(letter["job_id"], letter["reason"]) for _id, letter in raw.xrange(DLQ)]
+    assert letters == [("", "malformed"), ("nobody", "unknown_job")]
+
+
+def test_an_unknown_job_is_told_before_its_entry_goes_unless_nobody_takes_letters(db, hub, raw, context, monkeypatch):
+    submit(db)
+    raw.xadd(KEY, {"job_id": "nobody"})
+    deliver(hub, raw, hire(db))
+    with monkeypatch.context() as patched:
+        away = RedisUnavailable("no answer")
+        patched.setattr(hub.dead_letters, "tell", lambda _letters: (_ for _ in ()).throw(away))
+        with pytest.raises(RedisUnavailable):
+            duties.reclaim(context)
+    ((entry_id, _fields),) = raw.xrange(KEY)
+    raw.xclaim(KEY, "cg:inference", "leader", 0, [entry_id], idle=3_600_000, justid=True)
+    raw.set(DLQ, "somebody's")
+    assert duties.reclaim(context) == 1
+    assert announced(raw) == []
+
+
+def test_entries_of_known_jobs_make_no_letters(db, raw, context, scene):
+    hand, claims = scene(2)
+    hand.finish(claims[0])
+    assert duties.reclaim(context) == 1
+    assert raw.xlen(DLQ) == 0
 
 
 def test_the_walk_goes_on_where_it_stopped(db, hub, raw, context, monkeypatch):
