@@ -12,3 +12,9 @@ class DeadLetter:
     attempts: int
     last_error: str
     reason: str
+
+
+def about_entry(entry_id: str, job_id: str | None) -> DeadLetter:
+    """Of an entry that names nothing that could be a job, or one that nobody has heard of."""
+    reason = "unknown_job" if job_id else "malformed"
+    return DeadLetter(job_id or "", entry_id, 0, f"entry {entry_id} names no known job", reason)

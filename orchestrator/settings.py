@@ -99,7 +99,9 @@ class Settings(BaseModel):
     retry_by_type: RetryRules = _is({}, "max_attempts, base_s and cap_s of single job types; JSON in the environment")
     redrive_max: Count = _is(3, "times a job that ended badly may be started over by an operator")
     cancel_step_s: Seconds = _is(5.0, "time a cancelled job gets after being asked, and again after SIGTERM")
-    leader_lock: LockName = _is("gpu_orchestrator_leader", "name of the leader's lock, in lower case")
+    leader_lock: LockName = _is(
+        "gpu_orchestrator_leader", "name of the leader's lock, in lower case; MariaDB's has its database in it"
+    )
     leader_ttl_s: Seconds = _is(10.0, "a leader that does not renew for this long is replaced")
     leader_interval_s: Seconds = _is(0.5, "how often a candidate tries and a leader renews")
     leader_trust_margin_s: Seconds = _is(2.0, "a leader stops trusting its term this long before it expires")

@@ -326,6 +326,33 @@ class MariaDB(Server):
             return False
 
 
+class Galera(MariaDB):
+    """A cluster of one node."""
+
+    name = "galera"
+    #: Where Debian's package has it, on which its server depends.
+    LIBRARY = Path("/usr/lib/galera/libgalera_smm.so")
+
+    @classmethod
+    def find_binary(cls) -> str:
+        if not cls.LIBRARY.exists():
+            raise MissingBinaryError(f"{cls.LIBRARY.name} is not installed")
+        return super().find_binary()
+
+    def command(self) -> list[str]:
+        options = f"gcache.size=1M;gmcast.listen_addr=tcp://127.0.0.1:{free_port()}"
+        return [
+            *super().command(),
+            "--wsrep-on=ON",
+            f"--wsrep-provider={self.LIBRARY}",
+            f"--wsrep-provider-options={options}",
+            "--wsrep-cluster-address=gcomm://",
+            "--wsrep-node-address=127.0.0.1",
+            "--binlog-format=ROW",
+            "--innodb-autoinc-lock-mode=2",
+        ]
+
+
 def _options(data: Path) -> list[str]:
     # --no-defaults must come first; it keeps the configuration of an installed server out.
     # mariadbd refuses to run as root unless told so, and nobody else may name a user.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from orchestrator.backoff import doubled, spread
 from orchestrator.batching import Seats
-from orchestrator.dead_letters import DeadLetter
+from orchestrator.dead_letters import about_entry
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, Unavailable
 from orchestrator.settings import Settings
 from orchestrator.store import outbox
@@ -217,12 +217,12 @@ class Intake:
             raise DatabaseUnavailable(str(away) or "no answer to a claim") from away
         self._claim_s, until = time.monotonic() - started, tracing.moment()
         done_with = [entry.entry_id for entry in entries if not entry.job_id or entry is not by_job[entry.job_id]]
-        letters = [_letter(entry, "malformed") for entry in entries if not entry.job_id]
+        letters = [about_entry(entry.entry_id, None) for entry in entries if not entry.job_id]
         claims = []
         for job_id, answer in answers.items():
             if isinstance(answer, NotClaimed):
                 done_with.append(by_job[job_id].entry_id)
-                letters += [] if answer.exists else [_letter(by_job[job_id], "unknown_job")]
+                letters += [] if answer.exists else [about_entry(by_job[job_id].entry_id, job_id)]
             else:
                 self._held.add(job_id, by_job[job_id].entry_id)
                 claims.append(answer)
@@ -283,7 +283,3 @@ def _choosiness(batch: Batch) -> int:
     if batch[0].lease and batch[0].lease.resident:
         return 0
     return 1 if batch[0].gpus else 2
-
-
-def _letter(entry: Entry, reason: str) -> DeadLetter:
-    return DeadLetter(entry.job_id or "", entry.entry_id, 0, f"entry {entry.entry_id} names no known job", reason)

@@ -1,8 +1,9 @@
 """Leadership: one instance at a time does the work that needs one.
 
-A term is a row in `leadership` with an epoch. Whoever wants to lead takes the lock (GET_LOCK on MariaDB, a file
-lock beside SQLite) and then writes the row with epoch + 1. The lock only makes it quick: who resigns releases it, and
-that of a killed leader ends with its connection, so either is followed within an interval. The row makes it right:
+A term is a row in `leadership` with an epoch. Whoever wants to lead takes the lock (GET_LOCK on MariaDB, under
+a name with the database's in it; a file lock beside SQLite) and then writes the row with epoch + 1. The lock only makes
+it quick: who resigns releases it, and that of a killed leader ends with its connection, so either is followed within an
+interval. The row makes it right:
 
 - every transaction a leader writes in begins with `store.leadership.fence`, which checks the epoch in that very
   transaction; the Redis side checks it in the script that writes;

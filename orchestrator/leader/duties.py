@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import RedisUnavailable, Unavailable, UnknownDuty
+from orchestrator.dead_letters import about_entry
+from orchestrator.errors import RedisUnavailable, StaleEpoch, Unavailable, UnknownDuty
 from orchestrator.jobs import OWNED, Queued, RetryPolicy, Status
 from orchestrator.leader import retention
 from orchestrator.leader.apart import Apart
@@ -30,6 +31,7 @@ from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings
 from orchestrator.store import (
     caps,
+    clock,
     dead_letters,
     gatekeeper,
     gates,
@@ -51,7 +53,7 @@ from orchestrator.store.policies import Copy
 from orchestrator.store.reports import Overrun
 from orchestrator.store.settle import End, Settled, record, take_from_dead
 from orchestrator.stream.hub import Hub
-from orchestrator.stream.lane import Lane
+from orchestrator.stream.lane import Entry, Lane
 from orchestrator.telemetry import life, metrics, tracing
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ CONSUMER_IDLE_MS = 60_000
 # What duties look for. They ask before they begin a transaction: most of the time there is nothing to do.
 _DUE = leadership.question(outbox.DELAYED_AND_DUE)
 _SILENT = leadership.question(nodes.SILENT)
+_AHEAD = leadership.question(*clock.AHEAD)
 _OF_HTTP_WORKERS = leadership.question(reports.HELD)
 _CAPS = leadership.question(*caps.CONCERNED)
 _LEASES = leadership.question(lease_purge.DUE, lease_purge.SPENT, lease_purge.ENDED_LONG_AGO)
@@ -133,20 +136,23 @@ def _in_lanes(lanes: Sequence[str], work: Callable[[str], int]) -> int:
     """Do it in all of them, then report the first that failed: a broken lane must not hold up the others.
 
     A server that does not answer is not asked for each of a thousand lanes, nor is a row waited for in each: other
-    duties wait meanwhile. So none of them is always the last.
+    duties wait meanwhile. So none of them is always the last. What nobody expected is reported before what time mends.
     """
     did = waits = 0
-    failures: list[Unavailable] = []
+    failures: list[Exception] = []
     for lane in random.sample(lanes, len(lanes)):
         try:
             did += work(lane)
-        except (RowsHeld, RedisUnavailable) as broken:
+        except StaleEpoch:
+            raise
+        except Exception as broken:  # noqa: BLE001 - reported below
+            broken.add_note(f"lane {lane}")
             failures.append(broken)
-            waits += isinstance(broken, RowsHeld) or not broken.answered
+            waits += isinstance(broken, Unavailable) and not getattr(broken, "answered", False)
             if waits >= MAX_WAITS:
                 break
     if failures:
-        raise failures[0]
+        raise min(failures, key=lambda failure: isinstance(failure, Unavailable))
     return did
 
 
@@ -189,6 +195,8 @@ def reclaim(context: DutyContext) -> int:
 
 
 def _reclaim_jobs(context: DutyContext) -> int:
+    if context.term.finds(_AHEAD):
+        log.warning("the clock was set back", extra={"rows": context.term.write(clock.set_right)})
     timeout = context.settings.worker_timeout_s
     # A young term may follow an outage of the database, in which nobody could send heartbeats: let them first.
     if context.term.age_s > timeout and context.term.finds(_SILENT, silent_since_s=-timeout):
@@ -212,7 +220,8 @@ def _rescue(context: DutyContext, owner: DeadOwner) -> int:
     dead = Claimant(owner.worker_id or "", owner.node_id, owner.pool_id)
     settled = context.term.write(partial(take_from_dead, dead=dead, policy=context.retry_policy, limit=BATCH))
     life.settled(settled, worker_id=dead.worker_id, pool_id=dead.pool_id)
-    metrics.recovered(owner.silent_s)
+    if settled:
+        metrics.recovered(owner.silent_s)
     if spans := tracing.spans():  # nobody else speaks for them; when they began, nobody knows
         spans.died([one.end for one in settled if one.arrow], owner.silent_s, dead.worker_id, dead.pool_id)
     return len(settled)
@@ -234,10 +243,21 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     waiting = [job_id for job_id in ids if status.get(job_id) is Status.PENDING]
     if waiting:
         context.term.write(lambda conn: outbox.unpublish_unheld(conn, waiting))
+    _tell_of_strangers(context, [entry for entry in idle.entries if entry.job_id not in status])
     drop = [entry.entry_id for entry in idle.entries if status.get(entry.job_id or "") not in OWNED]
     lane.ack_as_leader(context.term.epoch, drop)
     _forget_consumers(context, lane)
     return len(drop)
+
+
+def _tell_of_strangers(context: DutyContext, entries: Sequence[Entry]) -> None:
+    """Before they are acknowledged: whoever read them did not live to tell. No letter is worth an entry for ever."""
+    try:
+        context.hub.dead_letters.tell([about_entry(entry.entry_id, entry.job_id) for entry in entries])
+    except RedisUnavailable as refused:
+        if not refused.answered:
+            raise
+        log.warning("dead letters refused", extra={"entries": len(entries), "error": str(refused)})
 
 
 def _forget_consumers(context: DutyContext, lane: Lane) -> None:

@@ -132,7 +132,7 @@ class LeaderLoop:
             except OrchestratorError as away:
                 metrics.duty_failed(duty.name)
                 if self._failing[duty.name].due():  # most are tried again within a second
-                    log.warning("duty failed", extra={"error": str(away)})
+                    log.warning("duty failed", extra={"error": ", ".join([str(away), *getattr(away, "__notes__", ())])})
             except Exception:
                 # A bug in one duty must not end the others; it is counted and shown with its trace.
                 metrics.duty_failed(duty.name)

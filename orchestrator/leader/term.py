@@ -171,7 +171,8 @@ def borrow(db: Database, settings: Settings, holder: str) -> Term:
     leadership.ensure_row(db, settings.leader_lock)
     now = db.read(lambda conn: leadership.current(conn, settings.leader_lock))
     if now.alive:
-        return Term(db, settings.leader_lock, now.epoch, actor)
+        # As old as the leader's: what a young one leaves alone is not for us either.
+        return Term(db, settings.leader_lock, now.epoch, actor, began=time.monotonic() - now.age_s)
     epoch = db.write(
         lambda conn: leadership.take(conn, settings.leader_lock, holder, settings.leader_ttl_s, lock_held=False)
     )

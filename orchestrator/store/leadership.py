@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, Select, bindparam, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator import actors
 from orchestrator.errors import StaleEpoch
 from orchestrator.store import audit
+from orchestrator.store.clock import AHEAD_S
 from orchestrator.store.database import Database
-from orchestrator.store.dialect import utc_now, utc_shift
+from orchestrator.store.dialect import seconds_since, utc_now, utc_shift
 from orchestrator.store.hot import Hot
 from orchestrator.store.schema import leadership
 
@@ -29,6 +30,8 @@ class Leadership:
     acquired_at: datetime | None
     expires_at: datetime | None
     alive: bool
+    #: Seconds since its term began.
+    age_s: float = 0.0
 
 
 _LEADS = select(leadership.c.epoch).where(
@@ -74,7 +77,8 @@ def take(conn: Connection, name: str, holder: str, ttl_s: float, *, lock_held: b
 
     None when not taken.
     """
-    over = or_(leadership.c.expires_at.is_(None), leadership.c.expires_at <= utc_now()).label("over")
+    ahead = leadership.c.expires_at > utc_shift(ttl_s + AHEAD_S)  # its clock was set back, and nobody renewed it since
+    over = or_(leadership.c.expires_at.is_(None), leadership.c.expires_at <= utc_now(), ahead).label("over")
     row = conn.execute(select(leadership, over).where(leadership.c.name == name).with_for_update()).one()
     if not lock_held and not row.over:
         return None
@@ -114,7 +118,8 @@ def resign(conn: Connection, name: str, epoch: int, holder: str) -> None:
 
 def current(conn: Connection, name: str) -> Leadership:
     alive = (leadership.c.expires_at > utc_now()).label("alive")
-    row = conn.execute(select(leadership, alive).where(leadership.c.name == name)).one_or_none()
+    age_s = func.coalesce(seconds_since(leadership.c.acquired_at), 0.0).label("age_s")
+    row = conn.execute(select(leadership, alive, age_s).where(leadership.c.name == name)).one_or_none()
     if row is None:
         return Leadership(None, 0, None, None, alive=False)
-    return Leadership(row.holder, row.epoch, row.acquired_at, row.expires_at, alive=bool(row.alive))
+    return Leadership(row.holder, row.epoch, row.acquired_at, row.expires_at, bool(row.alive), float(row.age_s))

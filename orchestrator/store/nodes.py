@@ -292,6 +292,12 @@ def dead_owners(conn: Connection, limit: int) -> list[DeadOwner]:
     return [DeadOwner(worker_id, node, pool, float(silent)) for worker_id, node, pool, silent in rows]
 
 
+def lives(conn: Connection, worker_id: str) -> bool:
+    """Whether this worker is alive; its row is locked, so that it stays as it is."""
+    mine = select(workers.c.status).where(workers.c.worker_id == worker_id)
+    return conn.execute(mine.with_for_update()).scalar() in LIVE_WORKERS
+
+
 def dead_ids(conn: Connection, worker_ids: Collection[str]) -> set[str]:
     """Which of these workers are known to be gone. One that nobody has heard of may be another cluster's."""
     rows = conn.execute(

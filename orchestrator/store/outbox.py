@@ -14,6 +14,7 @@ from orchestrator.policies import Book
 from orchestrator.ranking import reached
 from orchestrator.store import ownership, pools
 from orchestrator.store.caps import NO_BOOK, Glance
+from orchestrator.store.clock import is_old
 from orchestrator.store.dialect import by_key, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import LATEST_START
@@ -215,7 +216,7 @@ def announced(conn: Connection, lane: str, older_than_s: float, limit: int) -> l
         .where(
             jobs.c.lane == lane,
             jobs.c.queued == Queued.ANNOUNCED,
-            jobs.c.published_at <= utc_shift(-older_than_s),
+            is_old(jobs.c.published_at, older_than_s),
         )
         .order_by(jobs.c.rank)
         .limit(limit)
@@ -232,7 +233,7 @@ def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.
         .where(
             jobs.c.job_id.in_(job_ids),
             jobs.c.queued == Queued.ANNOUNCED,
-            jobs.c.published_at <= utc_shift(-older_than_s),
+            is_old(jobs.c.published_at, older_than_s),
         )
         .values(queued=Queued.READY, published_at=None, ready_at=utc_now())
     ).rowcount

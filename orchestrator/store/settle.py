@@ -15,7 +15,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.jobs import Arrow, ErrorKind, RetryPolicy, Status
 from orchestrator.jsontext import listed
 from orchestrator.leases import MODEL_LEASE, LeaseState, Remains
-from orchestrator.store import audit, dead_letters, followers, leases, ownership, residency
+from orchestrator.store import audit, dead_letters, followers, leases, nodes, ownership, residency
 from orchestrator.store.caps import Seats
 from orchestrator.store.hot import insert_rows
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
@@ -321,11 +321,13 @@ def _end_of(error: str) -> str:
 
 
 def take_from_dead(conn: Connection, dead: Claimant, policy: RetryPolicy, limit: int) -> list[Settled]:
-    """End, as lost, up to `limit` attempts that a dead worker still owns.
+    """End, as lost, up to `limit` attempts that a dead worker still owns; none if one of its name registered meanwhile.
 
     Their leases stay until they expire: nobody has seen the processes end, and a worker that only cannot reach us
     stops them by then.
     """
+    if dead.owner and nodes.lives(conn, dead.owner):
+        return []
     owned = conn.execute(
         select(jobs.c.job_id, jobs.c.attempt, jobs.c.trace_context)
         .where(jobs.c.worker_id == dead.owner, jobs.c.status.in_(sorted(job_rules.OWNED)))

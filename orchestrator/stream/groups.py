@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import redis
 
+from orchestrator.names import is_name
+
 # KEYS: stream. ARGV: group, consumer. Deleting a consumer destroys its pending entries: only when it has none.
 FORGET_CONSUMER = """
 local pending = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])
@@ -42,8 +44,10 @@ def idle_consumers(client: redis.Redis, key: str, group: str, idle_ms: int) -> l
         if "NOGROUP" in str(error) or "no such key" in str(error):
             return []
         raise
-    return [text(row["name"]) for row in rows if row["pending"] == 0 and row["idle"] >= idle_ms]
+    idle = [text(row["name"]) for row in rows if row["pending"] == 0 and row["idle"] >= idle_ms]
+    return [consumer for consumer in idle if is_name(consumer)]  # no worker of ours is called otherwise
 
 
 def text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    """Whoever wrote it: what is no text equals none of ours."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -167,8 +167,7 @@ class Lane:
 
     def length(self) -> int:
         """Entries that are announced or being worked on."""
-        with named_errors(self._settings, self._client):
-            return int(self._client.xlen(self.key))
+        return self._mended(lambda: int(self._client.xlen(self.key)))
 
     def unread(self) -> int:
         """Entries that nobody has read yet."""
@@ -186,7 +185,10 @@ class Lane:
 
     def survey(self, limit: int) -> Survey:
         """What became of the oldest entries."""
-        with named_errors(self._settings, self._client), self._client.pipeline(transaction=True) as pipe:
+        return self._mended(lambda: self._survey(limit))
+
+    def _survey(self, limit: int) -> Survey:
+        with self._client.pipeline(transaction=True) as pipe:
             pipe.xrange(self.key, count=limit)
             pipe.xinfo_groups(self.key)
             pipe.xpending_range(self.key, self.group, min="-", max="+", count=limit)
@@ -218,13 +220,15 @@ class Lane:
 
         Raises StaleEpoch: a leader that was replaced would keep them from its successor for as long again.
         """
-        with named_errors(self._settings, self._client):
-            try:
-                following, rows, deleted = self._take_idle(epoch, self.group, LEADER, idle_ms, cursor, count)
-            except redis.ResponseError as error:
-                if "NOGROUP" not in str(error):
-                    raise
-                return Idle("0-0", (), ())
+        return self._mended(lambda: self._taken(epoch, cursor, idle_ms, count))
+
+    def _taken(self, epoch: int, cursor: str, idle_ms: int, count: int) -> Idle:
+        try:
+            following, rows, deleted = self._take_idle(epoch, self.group, LEADER, idle_ms, cursor, count)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            return Idle("0-0", (), ())
         return Idle(text(following), tuple(_scripted(rows)), tuple(text(entry_id) for entry_id in deleted))
 
     def idle_consumers(self, idle_ms: int) -> list[str]:

@@ -7,14 +7,17 @@ from collections import Counter
 import pytest
 from sqlalchemy import update
 
-from orchestrator.errors import RedisUnavailable, StaleEpoch, UnknownDuty, WorkerLost
+from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, StaleEpoch, UnknownDuty, WorkerLost
 from orchestrator.jobs import ErrorKind
 from orchestrator.leader import duties
+from orchestrator.leader.duties import DutyContext
+from orchestrator.leader.term import borrow
 from orchestrator.leases import LeaseRequest, Terms
-from orchestrator.store import dead_letters, grants, leadership, nodes, schema, tallies, withdraw
+from orchestrator.store import dead_letters, grants, leadership, nodes, registry, schema, tallies, withdraw
+from orchestrator.store.clock import AHEAD_S
 from orchestrator.store.database import RowsHeld
 from orchestrator.store.dialect import utc_shift
-from tests.factories import STALE_S, gpu, hire, history, row, rows, set_job, status, submit, traffic
+from tests.factories import STALE_S, Hand, gpu, hire, history, now, row, rows, set_job, status, submit, traffic
 
 KEY = "stream:orchestrator:inference_jobs"
 DLQ = "stream:orchestrator:dlq"
@@ -159,6 +162,36 @@ def test_a_leader_that_died_half_way_is_finished_by_the_next(db, context, scene)
     assert status(db, claim.job_id) == "pending"
 
 
+def test_who_registered_anew_since_the_leader_looked_keeps_its_jobs(db, context, monkeypatch):
+    worker = nodes.Worker("http-1", nodes.NO_NODE, "default", "host", 0, 4, ("echo",))
+    db.write(lambda conn: registry.register(conn, worker))
+    hand, (old, new) = Hand(db, worker), submit(db, 2)
+    (claim,) = hand.claim(old)
+    hand.go_silent()
+    db.write(lambda conn: nodes.declare_lost(conn, 30.0, 10))
+    looked = db.read(lambda conn: nodes.dead_owners(conn, 10))
+    assert [owner.worker_id for owner in looked] == ["http-1"]
+    hand.finish(claim)
+    db.write(lambda conn: registry.register(conn, worker))
+    hand.claim(new)
+    monkeypatch.setattr(nodes, "dead_owners", lambda _conn, _limit: looked)
+    duties.reclaim(context)
+    assert (status(db, new), row(db, new).crashes) == ("claimed", 0)
+
+
+def test_a_duty_by_hand_under_a_young_leader_lets_workers_speak_first(db, hub, config, publisher, context, scene):
+    hand, (claim,) = scene()
+    hand.go_silent()
+    by_hand = DutyContext(borrow(db, config, "operator"), hub, publisher, config)
+    duties.reclaim(by_hand)
+    assert status(db, claim.job_id) == "claimed"
+    began = update(schema.leadership).values(acquired_at=utc_shift(-config.worker_timeout_s - 1.0))
+    db.write(lambda conn: conn.execute(began))
+    by_hand = DutyContext(borrow(db, config, "operator"), hub, publisher, config)
+    duties.reclaim(by_hand)
+    assert status(db, claim.job_id) == "pending"
+
+
 def test_a_young_leader_lets_workers_speak_first(db, context, scene):
     """After an outage of the database nobody could send heartbeats: silence proves nothing yet."""
     hand, (claim,) = scene()
@@ -189,6 +222,63 @@ def test_what_became_of_them_is_counted(db, context, scene):
     for outcome in ("retried", "buried", "cancelled"):
         assert totals["reclaims_total", "", outcome] == 1
     assert totals["retries_total", "", "worker_lost"] == 1
+
+
+HOUR = 3600.0
+#: Stamps that decide something, and by how much each is ahead when it is written.
+STAMPS = {
+    schema.workers.c.last_heartbeat: 0.0,
+    schema.nodes.c.last_heartbeat: 0.0,
+    schema.nodes.c.supervisor_seen_at: 0.0,
+    schema.gpus.c.sampled_at: 0.0,
+    schema.gpus.c.gate_closed_at: 0.0,
+    schema.leases.c.expires_at: schema.leases.c.ttl_seconds,
+    schema.jobs.c.published_at: 0.0,
+}
+
+
+def stamp(db, ahead_s):
+    """As if all had been written just now, and then the clock set back by so much."""
+    for column, lead_s in STAMPS.items():
+        moved = update(column.table).values({column: utc_shift(lead_s + ahead_s)})
+        db.write(lambda conn, moved=moved: conn.execute(moved))
+
+
+def hours_ahead(db):
+    here = now(db)
+    found = {str(column): getattr(one, column.name) for column in STAMPS for one in rows(db, column.table)}
+    return {name: round((moment - here).total_seconds() / HOUR) for name, moment in found.items()}
+
+
+def test_stamps_of_a_clock_that_was_set_back_count_as_of_now(db, context, scene):
+    """F-31: else a dead worker would count as alive, its GPU as measured and its lease as renewed for an hour."""
+    hand, (claim,) = scene(min_memory_mb=1000)
+    stamp(db, HOUR)
+    assert set(hours_ahead(db).values()) == {1}
+    duties.reclaim(context)
+    assert hours_ahead(db) == {str(column): int(column is schema.jobs.c.published_at) for column in STAMPS}
+    assert status(db, claim.job_id) == "claimed"  # it may live: it has as long to say so as ever
+    hand.go_silent()
+    duties.reclaim(context)
+    assert status(db, claim.job_id) == "pending"
+
+
+def test_a_stamp_that_is_a_little_ahead_is_left_alone(context, scene, db):
+    scene(min_memory_mb=1000)
+    for ahead_s, wrong in ((AHEAD_S - 30.0, False), (AHEAD_S + 30.0, True)):
+        stamp(db, ahead_s)
+        assert context.term.finds(duties._AHEAD) is wrong
+
+
+def test_what_is_lost_is_announced_again_although_the_clock_was_set_back(db, hub, raw, context, publisher):
+    """F-31."""
+    hand, ids = hire(db), submit(db, 3)
+    publisher.publish("default")
+    deliver(hub, raw, hand, 1)  # who read it dies
+    raw.xdel(KEY, raw.xrange(KEY)[-1][0])
+    stamp(db, HOUR)
+    assert [duties.reclaim(context), duties.repair(context), duties.publish(context)] == [1, 1, 2]
+    assert sorted(announced(raw)) == sorted(ids)
 
 
 # --- reclaim: entries ---
@@ -285,6 +375,32 @@ def test_garbage_and_unknown_jobs_are_removed(db, hub, raw, context):
     deliver(hub, raw, hire(db))
     assert duties.reclaim(context) == 2
     assert announced(raw) == []
+    # Whoever read them did not live to tell.
+    letters = [(letter["job_id"], letter["reason"]) for _id, letter in raw.xrange(DLQ)]
+    assert letters == [("", "malformed"), ("nobody", "unknown_job")]
+
+
+def test_an_unknown_job_is_told_before_its_entry_goes_unless_nobody_takes_letters(db, hub, raw, context, monkeypatch):
+    submit(db)
+    raw.xadd(KEY, {"job_id": "nobody"})
+    deliver(hub, raw, hire(db))
+    with monkeypatch.context() as patched:
+        away = RedisUnavailable("no answer")
+        patched.setattr(hub.dead_letters, "tell", lambda _letters: (_ for _ in ()).throw(away))
+        with pytest.raises(RedisUnavailable):
+            duties.reclaim(context)
+    ((entry_id, _fields),) = raw.xrange(KEY)
+    raw.xclaim(KEY, "cg:inference", "leader", 0, [entry_id], idle=3_600_000, justid=True)
+    raw.set(DLQ, "somebody's")
+    assert duties.reclaim(context) == 1
+    assert announced(raw) == []
+
+
+def test_entries_of_known_jobs_make_no_letters(db, raw, context, scene):
+    hand, claims = scene(2)
+    hand.finish(claims[0])
+    assert duties.reclaim(context) == 1
+    assert raw.xlen(DLQ) == 0
 
 
 def test_the_walk_goes_on_where_it_stopped(db, hub, raw, context, monkeypatch):
@@ -321,6 +437,25 @@ def test_consumers_of_workers_that_are_gone_are_forgotten(db, hub, raw, context,
     names = {consumer["name"] for consumer in raw.xinfo_consumers(KEY, lane.group)}
     assert names - {"leader"} == {alive.worker_id, owing.worker_id}
     assert raw.xpending(KEY, lane.group)["pending"] == 1
+
+
+def test_names_that_are_not_ours_hold_nothing_up(db, hub, raw, context, publisher, monkeypatch):
+    """A consumer and a group that somebody made, of bytes that are no text."""
+    monkeypatch.setattr(duties, "CONSUMER_IDLE_MS", 0)
+    lane, (job_id,) = hub.lane("default"), submit(db)
+    lane.ensure_group()
+    for name in (b"\xff\xfe", b"a name\x00", b"x" * 1000):
+        raw.execute_command("XGROUP", "CREATECONSUMER", KEY, lane.group, name)
+    raw.execute_command("XGROUP", "CREATE", KEY, b"\xff", "0")
+    gone = hire(db)
+    hub.reader(lane, gone.worker_id).read(1, 20)
+    db.write(lambda conn: nodes.deregister(conn, gone.worker))
+    publisher.publish("default")
+    duties.reclaim(context)
+    assert lane.idle_consumers(0) in ([], ["leader"])
+    raw.xtrim(KEY, maxlen=0, approximate=False)
+    set_job(db, job_id, published_at=utc_shift(-60.0))
+    assert duties.repair(context) == 1
 
 
 # --- publish, purge ---
@@ -520,6 +655,53 @@ def test_what_is_waited_for_in_vain_is_not_asked_for_each_lane_and_none_is_alway
             duties._in_lanes(context.lanes(), work)
         assert len(tried) == 2
         seen |= set(tried)
+
+
+@pytest.mark.parametrize("error", [ValueError, DatabaseUnavailable, WorkerLost])
+def test_a_lane_that_fails_as_nobody_expected_does_not_hold_up_the_others(db, context, error):
+    for lane in ("a", "b", "c", "d"):
+        submit(db, pool_id=lane)
+    tried = []
+
+    def work(lane):
+        tried.append(lane)
+        if lane == "b":
+            raise error("of one lane")
+        return 2
+
+    with pytest.raises(error) as reported:
+        duties._in_lanes(context.lanes(), work)
+    assert sorted(tried) == ["a", "b", "c", "d"]
+    assert reported.value.__notes__ == ["lane b"]
+
+
+def test_what_time_does_not_mend_is_reported_first(db, context):
+    for lane in ("a", "b"):
+        submit(db, pool_id=lane)
+    failures = iter([RedisUnavailable("refused", answered=True), ValueError("a bug")])
+
+    def work(_lane):
+        raise next(failures)
+
+    with pytest.raises(ValueError, match="a bug"):
+        duties._in_lanes(context.lanes(), work)
+
+
+def test_a_lane_whose_key_became_another_is_mended_by_whoever_looks(db, hub, raw, context, publisher):
+    """All its jobs are announced or run: no publisher looks there."""
+    hand, ids = hire(db), submit(db, 3)
+    publisher.publish("default")
+    deliver(hub, raw, hand, 1)
+    hand.claim(ids[0])
+    raw.set(KEY, "somebody's")
+    assert duties.reclaim(context) == 0
+    assert raw.type(KEY) == "none"
+    raw.set(KEY, "somebody's")
+    for job_id in ids[1:]:
+        set_job(db, job_id, published_at=utc_shift(-60.0))
+    assert [duties.repair(context), duties.publish(context)] == [2, 2]
+    assert announced(raw) == ids[1:]
+    assert [raw.get(kept) for kept in raw.keys("*:aside:*")] == ["somebody's"] * 2
 
 
 def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):

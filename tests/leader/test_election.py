@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from sqlalchemy import Connection, event, text, update
+from sqlalchemy import Connection, create_engine, event, text, update
 from sqlalchemy.exc import DBAPIError
 
 from orchestrator.errors import DatabaseUnavailable, StaleEpoch
@@ -12,8 +12,10 @@ from orchestrator.leader import term as term_module
 from orchestrator.leader.term import Candidate, Term, borrow
 from orchestrator.store import leadership, schema
 from orchestrator.store.dialect import utc_shift
-from orchestrator.store.dialect.mariadb import ServerLock
+from orchestrator.store.dialect.mariadb import ServerLock, lock_name
 from tests.factories import now, rows
+from tests.servers import Galera
+from tests.tables import make_tables
 from tests.waiting import wait_until
 
 NAME = "gpu_orchestrator_leader"
@@ -196,6 +198,14 @@ def test_without_the_lock_a_living_term_is_respected_and_a_finished_one_followed
     assert take(db, lock_held=False) == 2
 
 
+def test_a_term_of_a_time_that_has_not_come_is_followed_without_the_lock(db):
+    """F-31: its leader died, and the clock was set back: it would not be over for an hour."""
+    leadership.ensure_row(db, NAME)
+    take(db, ttl_s=3600.0)
+    assert take(db, ttl_s=3600.0, lock_held=False) is None
+    assert take(db, ttl_s=30.0, lock_held=False) == 2
+
+
 def test_an_expired_term_is_not_renewed(db, candidates):
     one = candidates("one")
     one.tick()
@@ -236,7 +246,7 @@ def test_a_term_is_trusted_only_until_its_margin_on_the_own_clock(db, candidates
     assert epoch_of(one) == 2
 
 
-def test_trust_is_counted_from_the_start_of_the_renewal(candidates, monkeypatch):
+def test_trust_is_counted_from_the_start_of_the_election(candidates, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(term_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     one = candidates("one", leader_ttl_s=30.0, leader_trust_margin_s=5.0)
@@ -252,6 +262,27 @@ def test_trust_is_counted_from_the_start_of_the_renewal(candidates, monkeypatch)
     clock[0] = one._trusted_until - 0.1
     assert one.term is not None
     assert one._trusted_until - clock[0] < 6.0
+
+
+def test_trust_is_counted_from_the_start_of_the_renewal(candidates, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(term_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    one = candidates("one", leader_ttl_s=30.0, leader_trust_margin_s=5.0)
+    one.tick()
+    write = one._db.write
+
+    def slow(work):
+        written = write(work)
+        clock[0] += 20.0  # the answer takes long: the row was written right away
+        return written
+
+    monkeypatch.setattr(one._db, "write", slow)
+    clock[0] = 1010.0
+    one.tick()
+    clock[0] = 1010.0 + 25.0 - 0.1
+    assert one.term is not None
+    clock[0] = 1010.0 + 25.0 + 0.1
+    assert one.term is None
 
 
 @pytest.mark.parametrize("when", ["standing", "leading"])
@@ -287,6 +318,23 @@ def test_without_a_lock_that_proves_anything_the_row_alone_decides(db, candidate
     assert one.term is None
 
 
+def test_on_galera_a_leader_is_elected_and_no_lock_is_asked_for(private_server, settings, open_database):
+    """There the lock of one node proves nothing to the others: whoever believed it would not wait for a living term."""
+    url = private_server(Galera).url
+    make_tables(open_database(url).engine)
+    one, other = (Candidate(open_database(url, **PATIENT), settings(database_url=url, **PATIENT), n) for n in "ab")
+    for candidate in (one, other) * 2:
+        candidate.tick()
+    assert (epoch_of(one), other.term) == (1, None)
+    assert one._lock_known
+    assert one._lock is None
+    mark(one.term, "written")
+    end_term(one._db)
+    other.tick()
+    one.tick()
+    assert (one.term, epoch_of(other)) == (None, 2)
+
+
 # --- GET_LOCK ---
 
 
@@ -305,8 +353,12 @@ def maria_candidates(maria_db, settings, open_database):
         candidate._drop_lock()
 
 
+def lock_of(db):
+    return db.read(lambda conn: lock_name(conn, NAME))
+
+
 def lock_holder(db):
-    return db.read(lambda conn: conn.execute(text(f"SELECT IS_USED_LOCK('{NAME}')")).scalar())
+    return db.read(lambda conn: conn.execute(text(f"SELECT IS_USED_LOCK('{lock_of(db)}')")).scalar())
 
 
 def test_the_lock_is_taken_once_and_then_only_looked_at(maria_db, maria_candidates):
@@ -407,16 +459,62 @@ def test_an_answer_that_is_not_one_is_no_success(maria_db, maria_candidates, mon
 
 
 def test_a_lock_that_somebody_else_holds_is_waited_for(maria_db, maria_candidates):
-    one = maria_candidates("one")
+    one, lock = maria_candidates("one"), lock_of(maria_db)
     with maria_db.engine.connect() as stranger:
-        assert stranger.execute(text(f"SELECT GET_LOCK('{NAME}', 0)")).scalar() == 1
+        assert stranger.execute(text(f"SELECT GET_LOCK('{lock}', 0)")).scalar() == 1
         one.tick()
         one.tick()
         assert one.term is None
-        stranger.execute(text(f"SELECT RELEASE_LOCK('{NAME}')"))
+        stranger.execute(text(f"SELECT RELEASE_LOCK('{lock}')"))
         one.tick()
         assert epoch_of(one) == 1
         stranger.rollback()
+
+
+def test_two_deployments_on_one_server_have_a_leader_each(mariadb, settings, open_database):
+    """GET_LOCK's names are the server's: with the name of the setting alone the second would never lead."""
+    made = []
+    for name in ("Deployment_a", "deployment_b"):
+        url = mariadb.create_database(name)
+        make_tables(open_database(url).engine)
+        made.append(Candidate(open_database(url, **PATIENT), settings(database_url=url, **PATIENT), "same-name"))
+    for candidate in made * 2:
+        candidate.tick()
+    assert [epoch_of(candidate) for candidate in made] == [1, 1]
+    for candidate in made:
+        candidate.resign()
+
+
+def test_the_name_of_a_lock_says_whose_it_is_in_lower_case_and_as_long_as_the_server_takes(maria_db, mariadb, settings):
+    other = create_engine(mariadb.create_database("Deployment_a"))
+    with maria_db.engine.connect() as here, other.connect() as there:
+        long = ["x" * 63 + end for end in "ab"]
+        names = [lock_name(conn, ours) for conn in (here, there) for ours in (NAME, "Prod.LEADER", *long)]
+        taken = [here.execute(text("SELECT GET_LOCK(:name, 0)"), {"name": name}).scalar() for name in names]
+        here.execute(text("SELECT RELEASE_ALL_LOCKS()"))
+        here.rollback()
+    other.dispose()
+    assert taken == [1] * 8
+    assert len(set(names)) == 8
+    assert [name.startswith(f"{NAME}_") for name in names] == [True, False, False, False] * 2
+    assert all(name == name.lower() and len(name) <= 64 for name in names)
+
+
+def test_who_holds_a_lock_of_another_name_takes_the_term_over_and_two_never_write(maria_db, maria_candidates):
+    """An instance of another version beside us: its lock proves nothing to us, the row decides."""
+    one, other = maria_candidates("one"), maria_candidates("other")
+    other._lock, other._lock_known = ServerLock(other._db._reader, NAME, 30.0), True
+    terms = []
+    for candidate in (one, other, one, one, other, other):
+        candidate.tick()
+        if candidate.term is not None:
+            terms.append(candidate.term)
+            mark(candidate.term, f"term-{len(terms)}")
+        for older in {term.epoch: term for term in terms[:-1] if term.epoch != terms[-1].epoch}.values():
+            with pytest.raises(StaleEpoch):
+                mark(older, "too late")
+    assert {term.epoch for term in terms} == {1, 2, 3, 4}
+    assert len(marks(maria_db)) == len(terms)
 
 
 def test_the_lock_connection_is_ended_by_the_server_when_it_is_not_used(maria_db, maria_candidates):

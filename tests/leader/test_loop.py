@@ -12,6 +12,7 @@ from orchestrator.leader.loop import LeaderLoop
 from orchestrator.leader.term import Candidate
 from orchestrator.publisher import Publisher
 from orchestrator.store import leadership, schema
+from orchestrator.store.clock import AHEAD_S
 from tests.factories import hire, row, status, submit
 from tests.waiting import wait_until
 
@@ -43,7 +44,7 @@ def leading(db, config):
 
 def test_a_leader_publishes_rescues_and_resigns(db, raw, config, leaders):
     hand, (job_id,) = hire(db), submit(db)
-    hand.go_silent(-600.0)  # it speaks for as long as this takes
+    hand.go_silent(-0.9 * AHEAD_S)  # it speaks for as long as this takes
     leader = leaders()
     wait_until(lambda: raw.xlen("stream:orchestrator:inference_jobs") == 1, what="the job is announced")
     hand.claim(job_id)
@@ -54,6 +55,24 @@ def test_a_leader_publishes_rescues_and_resigns(db, raw, config, leaders):
     leader.close()
     assert leader.term is None
     assert (leading(db, config).alive, leading(db, config).epoch) == (False, epoch)
+
+
+def test_the_dead_are_found_although_the_clock_was_set_back(db, raw, leaders):
+    """F-31: all that was written before lies an hour ahead. Who lives says so again."""
+    dead, alive = hire(db), hire(db)
+    lost, kept = submit(db, 2)
+    dead.claim(lost)
+    alive.claim(kept)
+    for hand in (dead, alive):
+        hand.go_silent(-3600.0)
+    leaders()
+
+    def rescued():
+        alive.beat(busy=1)
+        return status(db, lost) == "pending"
+
+    wait_until(rescued, what="the dead worker's job waits again")
+    assert (status(db, kept), row(db, kept).attempt) == ("claimed", 1)
 
 
 def test_the_next_leader_takes_over_and_does_the_duties(db, raw, config, leaders):
@@ -99,6 +118,7 @@ def test_a_duty_that_fails_again_and_again_is_told_once_and_so_is_its_success(
     leader = LeaderLoop(opened, hub, Publisher(opened, hub, config), config, "leader")
     leader._candidate.tick()
     away, answers = DatabaseUnavailable("away"), iter("fff.f.")
+    away.add_note("lane a")
 
     def flickers(_context):
         if next(answers) == "f":
@@ -110,6 +130,7 @@ def test_a_duty_that_fails_again_and_again_is_told_once_and_so_is_its_success(
     assert context is not None
     assert [leader._run(duty, context) for _ in range(6)] == [0, 0, 0, 7, 0, 7]
     assert [record.message for record in caplog.records] == ["duty failed", "duty works again"] * 2
+    assert vars(caplog.records[0])["error"] == "away, lane a"
     leader.close()
 
 

@@ -59,6 +59,14 @@ from tests.conftest import empty
 from tests.factories import POLICY, new_job
 from tests.store.crowd import HISTORY, LETTERS, crowd
 
+
+def from_dead(conn, by):
+    """As if its worker, who lives, were dead."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(nodes, "lives", lambda _conn, _worker_id: False)
+        return take_from_dead(conn, by, POLICY, 100)
+
+
 #: name → (call, index, most rows read)
 HOT = {
     "publisher take": (lambda c, _: outbox.take(c, "default", 100), "ix_jobs_queue", 100),
@@ -97,7 +105,7 @@ HOT = {
         16,
     ),
     "jobs of a worker": (
-        lambda c, h: take_from_dead(c, h.by, POLICY, 100),
+        lambda c, h: from_dead(c, h.by),
         "ix_jobs_status",
         70,  # everything that is owned, at most: never the history
     ),

@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 from orchestrator.errors import RedisUnavailable, StaleEpoch
 from orchestrator.jobs import Ready
 from orchestrator.stream.hub import Hub
-from orchestrator.stream.lane import LEADER, Entry
+from orchestrator.stream.lane import LEADER, Entry, Idle
 from tests.waiting import wait_until
 
 
@@ -315,11 +315,8 @@ def test_an_entry_deleted_while_pending_is_read_back_without_a_job(hub, lane, ra
 def test_a_key_of_another_type_is_an_error_not_a_crash(hub, lane, raw):
     raw.set(lane.key, "not a stream")
     for call in (
-        lane.length,
-        lambda: lane.survey(1).coming,
         lambda: lane.ack(["1-1"]),
         lambda: lane.ack_as_leader(1, ["1-1"]),
-        lambda: lane.take_idle(1, "0-0", 0, 1),
         lambda: hub.reader(lane, "w").read(1, 20),
     ):
         with pytest.raises(RedisUnavailable):
@@ -329,14 +326,21 @@ def test_a_key_of_another_type_is_an_error_not_a_crash(hub, lane, raw):
 LAST = "18446744073709551615-18446744073709551615"
 
 
-@pytest.mark.parametrize("call", ["announce", "unread"])
+LOOKS = {
+    "unread": lambda lane: lane.unread() == 0,
+    "length": lambda lane: lane.length() == 0,
+    "survey": lambda lane: lane.survey(10) == (set(), []),
+    "take_idle": lambda lane: lane.take_idle(1, "0-0", 0, 10) == Idle("0-0", (), ()),
+}
+
+
+@pytest.mark.parametrize("call", ["announce", *LOOKS])
 def test_a_key_of_another_type_is_put_aside_and_kept(hub, lane, raw, call):
     raw.set(lane.key, "somebody's")
-    if call == "announce":
-        lane.announce(ready("a"))
-    else:
-        assert lane.unread() == 0
-        lane.announce(ready("a"))
+    if call != "announce":
+        assert LOOKS[call](lane)
+        assert raw.type(lane.key) == "none"
+    lane.announce(ready("a"))
     assert [entry.job_id for entry in hub.reader(lane, "w").read(1, 20)] == ["a"]
     (aside,) = raw.keys(f"{{{lane.key}}}:aside:*")
     assert raw.get(aside) == "somebody's"

@@ -63,6 +63,20 @@ def test_a_key_that_is_no_stream(cluster, orchestrator, raw):
     done_once(cluster, jobs)
 
 
+@EMBEDDED_TOO
+def test_a_key_that_is_no_stream_any_more_although_nothing_is_submitted(cluster, orchestrator, raw, gate):
+    """All jobs are announced, so no publisher looks; their worker can neither read nor acknowledge."""
+    cluster.worker(worker_slots=1, worker_handlers=("worker.builtin", "tests.worker.gated_handlers"))
+    first = submit(orchestrator, "gated", {"gate": str(gate)})
+    cluster.wait_for(first, "running")
+    jobs = [first] + [submit(orchestrator, "echo", {}) for _ in range(5)]
+    wait_until(lambda: raw.xlen(KEY) == 6, what="announced")
+    raw.set(KEY, "somebody's")
+    gate.unlink()
+    wait_until(lambda: not cluster.unfinished(), what="all jobs ended")
+    done_once(cluster, jobs)
+
+
 def test_a_dead_letter_stream_that_cannot_be_written_holds_nothing_up(cluster, orchestrator, raw):
     raw.set("stream:orchestrator:dlq", "somebody's")
     cluster.worker()

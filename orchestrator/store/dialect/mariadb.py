@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -58,6 +59,7 @@ class MariaDB:
     #: Refused or broken connections, too many of them, shutting down, read-only after a failover; contention that did
     #: not end, and what took too long.
     AWAY = CONTENTION | UNWILLING | {TOOK_TOO_LONG, 1040, 1053, 1203, 1226, 1927, 2002, 2003, 2006, 2013, 2055, 4031}
+    MIGRATION = "gpu_orchestrator_migration"
     #: Seconds to wait for another instance that migrates.
     MIGRATION_WAIT_S = 600
     #: Seconds a migration waits for a row, or may think between two statements.
@@ -168,9 +170,9 @@ class MariaDB:
         with engine.connect() as connection:
             # On Galera the lock is local to one server (or refused): only the fenced row may decide.
             galera = connection.execute(text("SHOW GLOBAL VARIABLES LIKE 'wsrep_on'")).fetchone()
-        if galera is not None and galera[1] == "ON":
-            return None
-        return ServerLock(engine, settings.leader_lock, settings.leader_ttl_s)
+            if galera is not None and galera[1] == "ON":
+                return None
+            return ServerLock(engine, lock_name(connection, settings.leader_lock), settings.leader_ttl_s)
 
     @contextmanager
     def migration_lock(self, engine: Engine) -> Iterator[Connection]:
@@ -187,10 +189,10 @@ class MariaDB:
             connection.commit()
 
     def _wait_to_migrate(self, connection: Connection) -> None:
-        # The lock's name is the server's, a schema is one database's. It is free when the connection ends.
-        lock = "SELECT GET_LOCK(CONCAT('gpu_orchestrator_migration_', MD5(DATABASE())), :wait)"
+        # It is free when the connection ends.
+        lock = {"name": lock_name(connection, self.MIGRATION), "wait": self.MIGRATION_WAIT_S}
         try:
-            taken = connection.execute(text(lock), {"wait": self.MIGRATION_WAIT_S}).scalar()
+            taken = connection.execute(text("SELECT GET_LOCK(:name, :wait)"), lock).scalar()
         except DBAPIError as error:
             if isinstance(error.orig, Exception) and error.orig.args[:1] == (self.NOT_ON_GALERA,):
                 return  # there is no such lock in a cluster: one operator migrates it, once
@@ -210,6 +212,23 @@ class MariaDB:
             )
             cursor.execute("SELECT @@max_allowed_packet")
             (connection.max_packet,) = cursor.fetchone()
+
+
+#: Characters of a lock's name, beyond which the server refuses it.
+LOCK_NAME_MAX = 64
+
+
+def lock_name(connection: Connection, ours: str) -> str:
+    """A lock is the whole server's, and several deployments may have a database each there: its name has both."""
+    named = f"{ours.lower()}_{_digest(connection.execute(text('SELECT DATABASE()')).scalar_one())}"
+    if len(named) <= LOCK_NAME_MAX:
+        return named
+    digest = _digest(named)
+    return f"{ours.lower()[: LOCK_NAME_MAX - len(digest) - 1]}_{digest}"
+
+
+def _digest(name: str) -> str:
+    return hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()
 
 
 class ServerLock:

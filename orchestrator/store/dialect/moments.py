@@ -43,7 +43,7 @@ class utc_shift(FunctionElement[Any]):  # noqa: N801
 
 @compiles(utc_shift, "mysql", "mariadb")
 def _shift_mysql(element: utc_shift, compiler: Any, **kw: Any) -> str:
-    return f"(utc_timestamp(6) + INTERVAL (1000000 * {compiler.process(element.clauses, **kw)}) MICROSECOND)"
+    return f"(utc_timestamp(6) + INTERVAL (1000000 * ({compiler.process(element.clauses, **kw)})) MICROSECOND)"
 
 
 @compiles(utc_shift, "sqlite")
@@ -62,7 +62,7 @@ class earlier(FunctionElement[Any]):  # noqa: N801
 @compiles(earlier, "mysql", "mariadb")
 def _earlier_mysql(element: earlier, compiler: Any, **kw: Any) -> str:
     moment, seconds = (compiler.process(clause, **kw) for clause in element.clauses)
-    return f"({moment} - INTERVAL (1000000 * {seconds}) MICROSECOND)"
+    return f"({moment} - INTERVAL (1000000 * ({seconds})) MICROSECOND)"
 
 
 @compiles(earlier, "sqlite")
