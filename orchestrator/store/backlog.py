@@ -123,7 +123,7 @@ def soonest(most: int) -> Subquery:
     deferred = or_(jobs.c.wait_reason.is_not(None), jobs.c.not_before <= utc_now())
     columns = (
         jobs.c.lane,
-        case(((jobs.c.queued == Queued.DELAYED) & deferred, 1), else_=0).label("deferred"),
+        case((deferred, 1), else_=0).label("deferred"),
         case((jobs.c.not_before <= utc_shift(LONGEST_PAUSE_S), 1), else_=0).label("soon"),
         seconds_since(jobs.c.created_at).label("age_s"),
     )

@@ -167,3 +167,14 @@ def test_depth_is_not_said_to_be_nothing_where_too_much_comes_soon_to_see_it(db)
             "gold": (1, 0),
             "flood": (10, 0),
         }
+
+
+def test_what_a_claim_put_off_may_be_let_go_early_and_meets_its_gates(db):
+    hand = hire(db)
+    plain, quiet, retried = submit(db)[0], submit(db)[0], submit(db)[0]
+    hand.fail(*hand.claim(retried), retry_after_s=60.0)
+    hand.offer(plain, quiet, memory_mb=None)
+    set_job(db, quiet, constraints="{}")
+    db.write(lambda conn: outbox.promote_early(conn, [plain, quiet, retried]))
+    assert [row(db, job_id).queued for job_id in (plain, quiet, retried)] == ["ready", "blocked", "delayed"]
+    assert row(db, plain).not_before is None

@@ -32,6 +32,7 @@ from orchestrator.store import (
     nodes,
     outbox,
     paging,
+    registry,
     renewals,
     reports,
     residency,
@@ -543,6 +544,18 @@ def test_what_is_deferred_is_looked_for_among_the_soonest(crowded):
     plan = analyzed(crowded, lambda conn: backlog.depths(conn, ["default"], 100))
     (step,) = [step for step in plan if step["key"] == "ix_jobs_due"]
     assert float(step["r_rows"]) <= 101 and "filesort" not in step["Extra"], dict(step)
+
+
+def test_what_readers_missed_is_looked_for_among_the_soonest(crowded):
+    plan = analyzed(crowded, lambda conn: dispatch.missed(conn, "default"))
+    (step,) = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert step["key"] == "ix_jobs_due" and float(step["r_rows"]) <= 11, dict(step)
+    assert "filesort" not in step["Extra"], dict(step)
+
+
+def test_what_workers_own_is_counted_among_what_is_owned(crowded):
+    (step,) = analyzed(crowded, lambda conn: registry.owned(conn, [crowded.worker_id]))
+    assert step["key"] == "ix_jobs_status" and float(step["r_rows"]) <= 71, dict(step)
 
 
 def test_the_oldest_is_looked_for_among_the_first(crowded):
