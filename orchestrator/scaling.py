@@ -39,9 +39,9 @@ POLICY = Policy()
 class Load:
     """What is asked of a lane, and who is there for it; draining workers take no jobs and are not counted as `workers`.
 
-    `waiting` jobs may start now, `running` ones are claimed or run. Both are exact up to a limit, beyond which
-    they are "at least" (`at_least`). Those that wait for a time (`delayed`) or for something else (`blocked`) need no
-    worker yet.
+    `waiting` jobs may start now, or once there is memory for them; `running` ones are claimed or run. Both are exact up
+    to a limit, beyond which they are "at least" (`at_least`). Those that wait for a time (`delayed`) or for something
+    else (`blocked`) need no worker yet.
     """
 
     waiting: int = 0

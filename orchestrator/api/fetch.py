@@ -91,7 +91,7 @@ async def dispatchable(api: Api, query: Annotated[DispatchableQuery, Query()]) -
 
 @router.post("/claim", openapi_extra=documented(ClaimBody.model_json_schema()))
 async def claim(request: Request, api: Api) -> Response:
-    """Up to `max` jobs, no more than the worker has slots, each with its lease; none after `wait_seconds`.
+    """Up to `max` jobs, no more than the worker has free slots, each with its lease; none after `wait_seconds`.
 
     `closed` says why a worker gets none, whatever waits: its node is drained, or its pool, or that is paused.
     """

@@ -105,9 +105,12 @@ class Gauges:
         due = [lane for lane, depth in depths.items() if depth.due and lane in named]
         read = self._orchestrator.db.read
         found = read(lambda conn: backlog.oldest_s(conn, due))
-        ages: Values = {self._stream(lane): found.get(lane, 0.0) for lane in depths if lane in named}
-        if any(lane not in named for lane in depths):
-            ages[(OTHER,)] = read(lambda conn: backlog.oldest_head_s(conn, named))
+        deferred = {lane: depth.oldest_deferred_s for lane, depth in depths.items()}
+        ages: Values = {
+            self._stream(lane): max(found.get(lane, 0.0), deferred[lane]) for lane in depths if lane in named
+        }
+        if others := [deferred[lane] for lane in depths if lane not in named]:
+            ages[(OTHER,)] = max(read(lambda conn: backlog.oldest_head_s(conn, named)), *others)
         return ages
 
     def _stream(self, lane: str) -> tuple[str]:

@@ -10,12 +10,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, ScalarSelect, bindparam, func, literal_column, or_, select, union_all
+from sqlalchemy import (
+    ColumnElement,
+    CompoundSelect,
+    Connection,
+    ScalarSelect,
+    Subquery,
+    bindparam,
+    case,
+    func,
+    literal_column,
+    or_,
+    select,
+    union_all,
+)
 
 from orchestrator.jobs import DUE, OWNED, Queued
 from orchestrator.pools import OPEN
-from orchestrator.store.dialect import largest, seconds_since, walking
+from orchestrator.store.dialect import largest, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import some_at_a_time
+from orchestrator.store.patience import LONGEST_PAUSE_S
 from orchestrator.store.schema import ACTIVE, jobs, lanes, spawns, worker_pools, workers, workflows
 from orchestrator.workflows import FlowStatus
 
@@ -25,6 +39,8 @@ MANY_LANES = 250
 LOOK = 1000
 #: Jobs of one kind that `left` counts: beyond that there are at least so many.
 MOST_COUNTED = 10_000
+#: Delayed jobs, the soonest of all lanes, among which those are looked for that a worker could take.
+SOONEST = 5000
 
 
 @dataclass
@@ -33,20 +49,25 @@ class Depth:
 
     ready: int = 0
     announced: int = 0
+    #: Until they are due.
     delayed: int = 0
+    #: Delayed as well, though they are due: no claim could have them, for want of memory say. They are offered again.
+    deferred: int = 0
     blocked: int = 0
     #: Claimed or running.
     owned: int = 0
+    #: Age since its submit of the oldest that is deferred.
+    oldest_deferred_s: float = 0.0
 
     @property
     def due(self) -> int:
-        """Those that a worker could take."""
+        """Those that a worker could take at once."""
         return self.ready + self.announced
 
     @property
     def work(self) -> int:
         """What there must be workers for."""
-        return self.due + self.owned
+        return self.due + self.deferred + self.owned
 
 
 def lanes_by_age(conn: Connection) -> list[str]:
@@ -54,24 +75,60 @@ def lanes_by_age(conn: Connection) -> list[str]:
     return list(conn.execute(select(lanes.c.lane).order_by(lanes.c.created_at, lanes.c.lane)).scalars())
 
 
-def depths(conn: Connection, names: Sequence[str]) -> dict[str, Depth]:
+def depths(conn: Connection, names: Sequence[str], look: int = SOONEST) -> dict[str, Depth]:
     """How many jobs of these lanes are where.
 
     What waits and what is owned come from one statement for each lane: between two, a job on its way is in neither.
+    When more are due soon than are looked at, those that are deferred may be behind them: then all delayed ones count
+    as such, since nobody may be told that nothing waits.
     """
     found = {name: Depth() for name in names}
     for some in some_at_a_time(names, MANY_LANES):
-        here = jobs.c.lane.in_(some)
-        waiting = select(jobs.c.lane, jobs.c.queued, func.count()).where(here, jobs.c.queued.in_([*Queued]))
-        owned = select(jobs.c.lane, literal_column("'owned'"), func.count())
-        owned = owned.where(here, jobs.c.status.in_(sorted(OWNED))).group_by(jobs.c.lane)
-        both = union_all(
-            walking(waiting.group_by(jobs.c.lane, jobs.c.queued), jobs, "ix_jobs_queue"),
-            walking(owned, jobs, "ix_jobs_status"),
-        )
-        for lane, where, count in conn.execute(both):
-            setattr(found[lane], where, int(count))
+        soon_in_all = 0
+        for lane, where, count, soon, age_s in conn.execute(_where(some, look)):
+            soon_in_all += int(soon)
+            if lane in some:
+                setattr(found[lane], where, int(count))
+                found[lane].oldest_deferred_s = max(found[lane].oldest_deferred_s, float(age_s))
+        for depth in (found[name] for name in some):
+            depth.deferred = depth.delayed if soon_in_all >= look else depth.deferred
+            depth.delayed -= depth.deferred
     return found
+
+
+def _where(names: Sequence[str], look: int) -> CompoundSelect[Any]:
+    """Lane, where, how many; and of those that are deferred, how many of all the delayed are due soon, and an age."""
+    here = jobs.c.lane.in_(names)
+    nothing: list[ColumnElement[Any]] = [literal_column("0"), literal_column("0.0")]
+    waiting = select(jobs.c.lane, jobs.c.queued, func.count(), *nothing).where(here, jobs.c.queued.in_([*Queued]))
+    owned = select(jobs.c.lane, literal_column("'owned'"), func.count(), *nothing)
+    owned = owned.where(here, jobs.c.status.in_(sorted(OWNED))).group_by(jobs.c.lane)
+    later = soonest(look)
+    age_s = func.max(case((later.c.deferred == 1, later.c.age_s), else_=0.0))
+    deferred = select(later.c.lane, literal_column("'deferred'"), func.sum(later.c.deferred), func.sum(later.c.soon))
+    return union_all(
+        walking(waiting.group_by(jobs.c.lane, jobs.c.queued), jobs, "ix_jobs_queue"),
+        walking(owned, jobs, "ix_jobs_status"),
+        deferred.add_columns(age_s).group_by(later.c.lane),
+    )
+
+
+def soonest(most: int) -> Subquery:
+    """The delayed jobs of all lanes that are due soonest: lane, whether a worker could take it all the same, its age.
+
+    `deferred` are those that a claim put off, which alone gives a delayed job a reason to wait, and those that nobody
+    has let go though they are due: perhaps nobody leads. `soon` are all whose time comes before a claim would usually
+    have put one off for; when there are `most` of these, not all that are deferred may be here.
+    """
+    deferred = or_(jobs.c.wait_reason.is_not(None), jobs.c.not_before <= utc_now())
+    columns = (
+        jobs.c.lane,
+        case((deferred, 1), else_=0).label("deferred"),
+        case((jobs.c.not_before <= utc_shift(LONGEST_PAUSE_S), 1), else_=0).label("soon"),
+        seconds_since(jobs.c.created_at).label("age_s"),
+    )
+    first = select(*columns).where(jobs.c.not_before.is_not(None)).order_by(jobs.c.not_before).limit(most)
+    return walking(first, jobs, "ix_jobs_due").subquery()
 
 
 def counted(index: str, most: int, *conditions: ColumnElement[bool]) -> ScalarSelect[int]:

@@ -13,7 +13,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.batching import Batch, gather
 from orchestrator.jobs import DEFAULT_LANE, RetryPolicy, Status
 from orchestrator.leases import Denied, GpuShare, Granted, ResidentSlot
-from orchestrator.store import audit, caps, claim_leases, outbox, ownership, patience, pools, withdraw
+from orchestrator.store import audit, caps, claim_leases, outbox, ownership, patience, pools, registry, withdraw
 from orchestrator.store.caps import Seats
 from orchestrator.store.database import Database, RowsHeld, Waiting
 from orchestrator.store.moves import Claimant, by_attempt, job_event, move
@@ -23,8 +23,12 @@ from orchestrator.store.settle import never_started, record
 
 #: Why a job whose deadline passed is not claimed.
 EXPIRED = str(job_rules.ErrorKind.DEADLINE)
-#: Seconds until a job whose type this worker does not know is offered again.
+#: Why a job is not claimed whose type this worker does not know, as its `wait_reason` begins.
+NO_HANDLER = "no handler for type"
+#: Seconds until it is offered again: while no other worker of the lane has the type; and while one does, who only was
+#: not the one to read of it, first and at most.
 NO_HANDLER_S = 5.0
+MISSED_S, MAX_MISSED_S = 0.05, 1.0
 #: Why a job is not claimed, and seconds until it is offered again, when somebody holds a row that its claim needs: of
 #: a GPU, a cap, its pool.
 HELD = "somebody holds a row that its claim needs"
@@ -157,9 +161,16 @@ def _closed(conn: Connection, by: Claimant, seats: Seats) -> str | None:
 
 
 def _without_handler(conn: Connection, by: Claimant, strange: Sequence[Offered]) -> dict[str, NotClaimed]:
+    others = registry.serving(conn, by.pool_id, but=by.worker_id) if strange else []
     for job in strange:
-        defer(conn, [job], f"no handler for type {job.type!r} on worker {by.worker_id}", NO_HANDLER_S)
+        pause_s = _missed_s(job) if any(job.type in types for types, _has_gpus in others) else NO_HANDLER_S
+        defer(conn, [job], f"{NO_HANDLER} {job.type!r} on worker {by.worker_id}", pause_s)
     return {job.job_id: NotClaimed("no_handler") for job in strange}
+
+
+def _missed_s(job: Offered) -> float:
+    """As long as since it was put off last: so the pauses grow, and what waited long for its turn is not held up."""
+    return min(max(job.moved_s or 0.0, MISSED_S), MAX_MISSED_S)
 
 
 def _refused(seats: Seats, free: Sequence[Offered], capped: Mapping[str, Mapping[str, int]]) -> dict[str, Offered]:

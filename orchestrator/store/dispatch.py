@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, or_, select
+from sqlalchemy import Connection, Select, bindparam, or_, select
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.jobs import Queued
 from orchestrator.policies import Book
 from orchestrator.store import audit, followers, outbox, registry
 from orchestrator.store.caps import NO_BOOK, Seats
-from orchestrator.store.claim import Claim, claim_jobs
-from orchestrator.store.dialect import by_key, seconds_since, utc_now, walking
+from orchestrator.store.claim import NO_HANDLER, NO_HANDLER_S, Claim, claim_jobs
+from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import Claimant
 from orchestrator.store.offers import CLAIMABLE
@@ -53,11 +53,22 @@ class Waiting(NamedTuple):
         return self.type in types and (has_gpus or not self.min_memory_mb or bool(self.cpu_fallback))
 
 
+#: As `Waiting` has them.
+_COLUMNS = (
+    jobs.c.rank,
+    jobs.c.job_id,
+    jobs.c.type,
+    jobs.c.priority,
+    jobs.c.min_memory_mb,
+    jobs.c.cpu_fallback,
+    seconds_since(jobs.c.created_at).label("waiting_s"),
+)
+
+
 def _waiting(queued: Queued) -> Hot:
-    columns = (jobs.c.priority, jobs.c.min_memory_mb, jobs.c.cpu_fallback, seconds_since(jobs.c.created_at))
     return Hot(
         lambda _ids: (
-            walking(select(jobs.c.rank, jobs.c.job_id, jobs.c.type, *columns), jobs, "ix_jobs_queue")
+            walking(select(*_COLUMNS), jobs, "ix_jobs_queue")
             .where(
                 jobs.c.lane == bindparam("of_lane"),
                 jobs.c.queued == queued,
@@ -69,6 +80,15 @@ def _waiting(queued: Queued) -> Hot:
     )
 
 
+def _missed(_ids: object) -> Select[Any]:
+    """Those whose readers do not know their type: they are due soon, so they are among the soonest of all lanes."""
+    soon = select(*_COLUMNS, jobs.c.lane, jobs.c.wait_reason).where(jobs.c.not_before <= utc_shift(NO_HANDLER_S))
+    some = walking(soon.order_by(jobs.c.not_before).limit(bindparam("most")), jobs, "ix_jobs_due").subquery()
+    mine = (some.c.lane == bindparam("of_lane"), some.c.wait_reason.startswith(NO_HANDLER))
+    return select(*[column for column in some.c if column.name not in ("lane", "wait_reason")]).where(*mine)
+
+
+_MISSED = Hot(_missed)
 _QUEUES = {queued: _waiting(queued) for queued in (Queued.ANNOUNCED, Queued.READY)}
 # Whoever holds a row claims, cancels or ends it: we need not wait for that.
 _LOCK = Hot(
@@ -89,6 +109,15 @@ def look(conn: Connection, lane: str, depth: int = DEPTH) -> list[Waiting]:
         for row in queue.rows(conn, of_lane=lane, most=depth)
     ]
     return sorted(found)
+
+
+def missed(conn: Connection, lane: str) -> list[Waiting]:
+    """Jobs of a lane that are put off for a moment, because whoever read of them has no handler for them.
+
+    Readers take an entry within milliseconds: a worker that reads none would never see such a job waiting. They were
+    announced before.
+    """
+    return sorted(Waiting(*[*row, True]) for row in _MISSED.rows(conn, of_lane=lane, most=DEPTH))
 
 
 def dispatchable(conn: Connection, lane: str, types: Collection[str] | None, limit: int) -> list[Waiting]:
@@ -112,19 +141,27 @@ def openings(conn: Connection, worker_ids: Collection[str], book: Book = NO_BOOK
     found = registry.find(conn, worker_ids)
     wake = {worker_id for worker_id in worker_ids if worker_id not in found or not found[worker_id].alive}
     lanes: dict[str, list[Waiting]] = {}
+    free = _free_slots(conn, found)
     for worker_id in sorted(found.keys() - wake):
         fetcher = found[worker_id]
-        if _why_closed(fetcher, book):
+        if _why_closed(fetcher, book) or not free[worker_id]:
             continue
         lane = fetcher.worker.pool_id
         if lane not in lanes:
             lanes[lane] = look(conn, lane)
             wake |= {worker_id} if len(lanes[lane]) >= DEPTH else set()
+            lanes[lane] += missed(conn, lane)
         job = next((job for job in lanes[lane] if job.suits(fetcher.worker.types, fetcher.has_gpus)), None)
         if job is not None:
             lanes[lane].remove(job)
             wake.add(worker_id)
     return wake
+
+
+def _free_slots(conn: Connection, found: Mapping[str, Fetcher]) -> dict[str, int]:
+    """What each of these workers has room for, beside the jobs that it owns."""
+    owned = registry.owned(conn, found)
+    return {name: max(fetcher.worker.slots - owned[name], 0) for name, fetcher in found.items()}
 
 
 def why_none(conn: Connection, worker_id: str, book: Book = NO_BOOK) -> str | None:
@@ -166,12 +203,16 @@ class Claiming:
         self.by: dict[str, Claimant] = {}
         #: Jobs of a lane that are offered before they were announced, with rank and priority.
         self._ahead: dict[str, dict[str, tuple[int, int]]] = {}
+        #: Jobs that are offered before the pause is over which somebody without their handler gave them.
+        self._early: list[str] = []
 
     def __call__(self, conn: Connection) -> list[Answer]:
         # Locked, or one that leaves now would keep what it gets from us.
         found = registry.find(conn, {fetch.worker_id for fetch in self._fetches}, lock=True)
         seats = Seats(conn, self._book(conn))
         chosen = self._offers if self._offers is not None else self._chosen(conn, found, seats.book)
+        if self._early:
+            outbox.promote_early(conn, self._early, seats.book)
         self.tried = [job_id for offer in chosen for job_id in offer]
         self.by = {worker_id: self._claimant(fetcher) for worker_id, fetcher in found.items()}
         seats.expect(self.tried)
@@ -193,6 +234,7 @@ class Claiming:
         """The same for its only worker, with no jobs but these of what it tried."""
         part = Claiming(self._fetches, self._claimant, self._book)
         part._only, part._ahead = [*job_ids], self._ahead
+        part._early = [job_id for job_id in self._early if job_id in part._only]
         return part
 
     def _chosen(self, conn: Connection, found: Mapping[str, Fetcher], book: Book) -> list[list[str]]:
@@ -200,6 +242,7 @@ class Claiming:
             return [self._only]
         offers, views = _choose(conn, self._fetches, found, book)
         self._ahead = {lane: view.ahead for lane, view in sorted(views.items())}
+        self._early = [job_id for view in views.values() for job_id in view.early]
         return offers
 
     def _claim(
@@ -221,17 +264,18 @@ def _choose(
 ) -> tuple[list[list[str]], dict[str, _LaneView]]:
     """For each wish the jobs to offer, no job twice; and the lanes they come from."""
     living = {name: one for name, one in found.items() if one.alive and not _why_closed(one, book)}
+    free = _free_slots(conn, living)
     wanted: Counter[str] = Counter()
     for fetch in fetches:
         if fetch.worker_id in living:
             wanted[living[fetch.worker_id].worker.pool_id] += fetch.most
     lanes = {lane: _LaneView(conn, lane, most) for lane, most in wanted.items()}
-    offers = [
-        lanes[fetcher.worker.pool_id].take(fetcher, min(fetch.most, fetcher.worker.slots))
-        if (fetcher := living.get(fetch.worker_id))
-        else []
-        for fetch in fetches
-    ]
+    offers = []
+    for fetch in fetches:
+        fetcher, most = living.get(fetch.worker_id), min(fetch.most, free.get(fetch.worker_id, 0))
+        offer = lanes[fetcher.worker.pool_id].take(fetcher, most) if fetcher and most else []
+        free[fetch.worker_id] = max(free.get(fetch.worker_id, 0) - len(offer), 0)
+        offers.append(offer)
     return offers, lanes
 
 
@@ -256,6 +300,8 @@ class _LaneView:
         self._given: set[str] = set()
         #: Of those given, the ones that were not announced, with rank and priority.
         self.ahead: dict[str, tuple[int, int]] = {}
+        #: Of those given, the ones that must be let go first.
+        self.early: set[str] = set()
 
     def take(self, fetcher: Fetcher, most: int) -> list[str]:
         chosen = self._suiting(fetcher, most)
@@ -264,6 +310,8 @@ class _LaneView:
             chosen = self._suiting(fetcher, most)
         if len(chosen) < most and len(self._jobs) >= DEPTH:
             chosen += self._hopeless(fetcher, most - len(chosen))
+        if len(chosen) < most:
+            chosen += self._missed(fetcher, most - len(chosen))
         return self._give(chosen)
 
     def _suiting(self, fetcher: Fetcher, most: int) -> list[Waiting]:
@@ -278,6 +326,13 @@ class _LaneView:
         stuck = [job for job in self._left() if not any(job.suits(*team) for team in teams)]
         own = [job for job in stuck if job.type in fetcher.worker.types]  # a GPU may come at this moment: not too many
         return [job for job in stuck if job not in own][:PUT_OFF] + own[:room]
+
+    def _missed(self, fetcher: Fetcher, most: int) -> list[Waiting]:
+        """Looked for by those only who find nothing else."""
+        others = [job for job in missed(self._conn, self._lane) if job.job_id not in self._given]
+        chosen = [job for job in others if job.suits(fetcher.worker.types, fetcher.has_gpus)][:most]
+        self.early.update(job.job_id for job in chosen)
+        return chosen
 
     def _left(self) -> Iterable[Waiting]:
         return [job for job in self._jobs if job.job_id not in self._given]

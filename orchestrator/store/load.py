@@ -15,8 +15,8 @@ from orchestrator.errors import LaneNotFound
 from orchestrator.jobs import DEFAULT_LANE, DUE, OWNED, Queued, Status
 from orchestrator.pools import OPEN
 from orchestrator.scaling import LATELY_S, Load
-from orchestrator.store.backlog import counted
-from orchestrator.store.dialect import seconds_since, utc_now, utc_shift, walking
+from orchestrator.store.backlog import counted, soonest
+from orchestrator.store.dialect import seconds_since, utc_shift, walking
 from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, lanes, worker_pools, workers
 
 #: Jobs of one kind that are counted. More make no difference to an autoscaler, which has a maximum of its own.
@@ -42,15 +42,16 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
     if pool is None and clock is None and not staff.known and lane != DEFAULT_LANE:
         raise LaneNotFound(lane)
     found = conn.execute(_counts(lane, most)).one()
-    waiting, running, busy, delayed, blocked, late, overdue = (min(int(number or 0), most) for number in found)
-    if late == most:
-        overdue = delayed  # which of them nobody can say without counting on: each may be one that could run
+    *numbers, deferred_s = found
+    waiting, running, busy, delayed, blocked, soon, deferred = (min(int(number or 0), most) for number in numbers)
+    if soon == most:
+        deferred = delayed  # which of them nobody can say without counting on: each may be one that could run
     return Load(
-        waiting=waiting + overdue,
+        waiting=waiting + deferred,
         running=running,
-        delayed=max(delayed - overdue, 0),
+        delayed=max(delayed - deferred, 0),
         blocked=blocked,
-        oldest_wait_s=_oldest_wait_s(conn, lane),
+        oldest_wait_s=max(_oldest_wait_s(conn, lane), float(deferred_s or 0.0)),
         mean_latency_s=None if clock is None else _mean_latency_s(conn, lane, clock),
         workers=int(staff.active or 0),
         busy_workers=busy,
@@ -59,7 +60,7 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
         minimum=pool.min_workers if pool else 0,
         maximum=pool.max_workers if pool else None,
         open=pool is None or pool.status in OPEN,
-        at_least=most in (waiting, running, delayed, blocked, late),
+        at_least=most in (waiting, running, delayed, blocked, soon),
     )
 
 
@@ -77,26 +78,26 @@ def _staff(conn: Connection, lane: str) -> Any:
 
 
 def _counts(lane: str, most: int) -> Select[*tuple[Any, ...]]:
-    """Waiting, running, who runs them, delayed, blocked; overdue in all lanes, and of them those delayed in this one.
+    """Waiting, running, who runs them, delayed, blocked; due soon in all lanes; deferred in this one, and an age.
 
     Who is busy is told by the jobs and not by heartbeats, which are some seconds late: long enough for an autoscaler to
-    end a worker that has just begun, or to keep one for a job that is over. Overdue are those that nobody has let go
-    yet: perhaps nobody leads. Of all lanes, since their order is that of time.
+    end a worker that has just begun, or to keep one for a job that is over. Those due soon are of all lanes, since
+    their order is that of time.
     """
     here = jobs.c.lane == lane
     owned = here & jobs.c.status.in_(sorted(OWNED))
-    first = select(jobs.c.lane, jobs.c.queued).where(jobs.c.not_before <= utc_now()).order_by(jobs.c.not_before)
-    due = walking(first.limit(most), jobs, "ix_jobs_due").subquery()
-    mine = (due.c.lane == lane) & (due.c.queued == Queued.DELAYED)
+    later = soonest(most)
+    mine = (later.c.lane == lane) & (later.c.deferred == 1)
     return select(
         counted("ix_jobs_queue", most, here, jobs.c.queued.in_(DUE)),
         counted("ix_jobs_status", most, owned),
         _owners(most, owned),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.DELAYED),
         counted("ix_jobs_queue", most, here, jobs.c.queued == Queued.BLOCKED),
-        func.count(),
+        func.sum(later.c.soon),
         func.sum(case((mine, 1), else_=0)),
-    ).select_from(due)
+        func.max(case((mine, later.c.age_s))),
+    ).select_from(later)
 
 
 def _owners(most: int, owned: ColumnElement[bool]) -> ScalarSelect[int]:

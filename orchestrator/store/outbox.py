@@ -148,9 +148,10 @@ def advance(conn: Connection, lane: str, ranked: Sequence[tuple[int, int]]) -> N
         _ADVANCE.run(conn, of_lane=lane, reached=max(reached(*one) for one in ranked))
 
 
-DELAYED_AND_DUE = select(
+_DELAYED = select(
     jobs.c.job_id, jobs.c.constraints, jobs.c.cost_units, jobs.c.agent, jobs.c.attempt, jobs.c.wait_reason
-).where(jobs.c.not_before <= utc_now(), jobs.c.queued == Queued.DELAYED)
+).where(jobs.c.queued == Queued.DELAYED)
+DELAYED_AND_DUE = _DELAYED.where(jobs.c.not_before <= utc_now())
 
 
 def promote_due(conn: Connection, limit: int, book: Book = NO_BOOK) -> int:
@@ -161,6 +162,17 @@ def promote_due(conn: Connection, limit: int, book: Book = NO_BOOK) -> int:
     """
     soonest = DELAYED_AND_DUE.order_by(jobs.c.not_before).limit(limit)
     due = conn.execute(soonest.with_for_update(skip_locked=True)).all()
+    _let_go(conn, due, book)
+    return len(due)
+
+
+def promote_early(conn: Connection, job_ids: Sequence[str], book: Book = NO_BOOK) -> None:
+    """The same for jobs that a claim put off, before their time: somebody else has come who could take them."""
+    early = by_key(_DELAYED, jobs).where(jobs.c.job_id.in_(job_ids), jobs.c.wait_reason.is_not(None))
+    _let_go(conn, conn.execute(early.with_for_update(skip_locked=True)).all(), book)
+
+
+def _let_go(conn: Connection, due: Sequence[Any], book: Book) -> None:
     gates = {row.job_id: gates for row in due if (gates := _gates(row, book))}
     held = _held(conn, gates)
     waiting: dict[str, list[str]] = defaultdict(list)
@@ -171,7 +183,6 @@ def promote_due(conn: Connection, limit: int, book: Book = NO_BOOK) -> int:
     _promote(conn, [row.job_id for row in due if row.job_id not in kept], Queued.READY)
     for gate, job_ids in sorted(waiting.items()):
         _promote(conn, job_ids, Queued.BLOCKED, blocked_on=gate, wait_reason=_REASONS.get(gate, FOR_PLACE))
-    return len(due)
 
 
 _REASONS = {QUIET: UNTIL_QUIET, CAPACITY: FOR_UNITS}

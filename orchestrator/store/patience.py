@@ -15,6 +15,10 @@ from orchestrator.store.moves import Claimant
 
 #: Longest pause between two offers of a job that finds no GPU memory.
 MAX_PATIENCE_S = 30.0
+#: Pauses are so much shorter or longer than said, by chance: those who wait for the same do not come back together.
+SPREAD = 0.2
+#: No pause is longer, but of jobs that are too large for every GPU there is.
+LONGEST_PAUSE_S = MAX_PATIENCE_S * (1 + SPREAD)
 #: First and longest pause of a job that is too large for every GPU there is.
 HOPELESS_S, MAX_HOPELESS_S = 60.0, 3600.0
 #: Seconds until a job is offered again that fits on another node, whose worker may be quicker then.
@@ -39,7 +43,7 @@ def pause(conn: Connection, by: Claimant, age_s: float, request: LeaseRequest, d
         seconds = RESERVED_RETRY_S
     else:
         seconds = min(max(denied.retry_after_s, age_s / 10), MAX_PATIENCE_S)
-    return seconds * random.uniform(0.8, 1.2)
+    return seconds * random.uniform(1 - SPREAD, 1 + SPREAD)
 
 
 def _fits_elsewhere(conn: Connection, by: Claimant, request: LeaseRequest) -> bool:

@@ -6,11 +6,12 @@ Our own workers write about themselves (`store.nodes`); nothing here touches tho
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, Select, case, delete, exists, insert, or_, select, update
+from sqlalchemy import Connection, Row, Select, case, delete, exists, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from orchestrator.errors import WorkerExists, WorkerLost, WorkerNotFound
@@ -19,7 +20,7 @@ from orchestrator.leases import LeaseState
 from orchestrator.pools import OPEN
 from orchestrator.store import audit, nodes, renewals
 from orchestrator.store.database import RowsHeld
-from orchestrator.store.dialect import by_key, utc_now
+from orchestrator.store.dialect import by_key, utc_now, walking
 from orchestrator.store.moves import Claimant
 from orchestrator.store.nodes import Worker
 from orchestrator.store.schema import LIVE_WORKERS, gpus, jobs, leases, worker_pools, workers
@@ -165,6 +166,14 @@ def deregister(conn: Connection, worker_id: str, policy: RetryPolicy) -> tuple[W
     return worker, record(conn, by, [], ends, policy)
 
 
+def owned(conn: Connection, worker_ids: Collection[str]) -> Counter[str]:
+    """How many jobs each of these has, among all that are owned."""
+    theirs = select(jobs.c.worker_id, func.count().label("owned")).where(jobs.c.status.in_(sorted(OWNED)))
+    counted = walking(theirs.where(jobs.c.worker_id.in_(sorted(worker_ids))), jobs, "ix_jobs_status")
+    rows = conn.execute(counted.group_by(jobs.c.worker_id))
+    return Counter({row.worker_id: row.owned for row in rows})
+
+
 def _owned(conn: Connection, by: Claimant) -> list[Any]:
     query = select(jobs.c.job_id, jobs.c.attempt)
     return list(conn.execute(query.where(jobs.c.worker_id == by.owner, jobs.c.status.in_(sorted(OWNED)))))
@@ -187,11 +196,11 @@ def alive(found: Fetcher | None, worker_id: str) -> Fetcher:
     return found
 
 
-def serving(conn: Connection, pool_id: str) -> list[tuple[frozenset[str], bool]]:
+def serving(conn: Connection, pool_id: str, but: str = "") -> list[tuple[frozenset[str], bool]]:
     """What a lane's living workers, of both kinds, can run: types, and whether there are GPUs beside them."""
     rows = conn.execute(
         select(workers.c.types, _HAS_GPUS.label("has_gpus"))
-        .where(workers.c.pool_id == pool_id, workers.c.status.in_(LIVE_WORKERS))
+        .where(workers.c.pool_id == pool_id, workers.c.status.in_(LIVE_WORKERS), workers.c.worker_id != but)
         .distinct()
     )
     return [(frozenset(json.loads(row.types)), bool(row.has_gpus)) for row in rows]

@@ -109,9 +109,13 @@ def test_jobs_come_in_order_no_more_than_asked_for_nor_than_there_are_slots(api:
     puppet = register(api, slots=3)
     low, normal, high = api.submit(priority="LOW"), api.submit(), api.submit(priority="HIGH")
     announced(api, low, normal, high)
-    assert ids(puppet.claim(1)) == [high]
-    assert ids(puppet.claim(2)) == [normal, low]
+    (first,) = puppet.claim(1)
+    others = puppet.claim(2)
+    assert ids([first, *others]) == [high, normal, low]
     announced(api, *[api.submit() for _ in range(5)])
+    assert puppet.claim(100) == []
+    for job in (first, *others):
+        assert puppet.complete(job).status_code == 200
     assert len(puppet.claim(100)) == 3
 
 

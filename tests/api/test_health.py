@@ -235,6 +235,21 @@ def test_an_idle_lane_is_zero_and_not_absent(api: Running, monkeypatch: pytest.M
     assert (seen["job_queue_depth"][stream], seen["oldest_pending_age_seconds"][stream]) == (0, 0)
 
 
+def test_what_a_claim_put_off_is_work_and_grows_old(mute: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INV-24: also in a lane without a label of its own."""
+    api = mute
+    for lane, age_s in (("gold", 40.0), ("silver", 80.0)):
+        job_id = api.submit(pool_id=lane)
+        hire(api.db, pool=lane).offer(job_id, memory_mb=None)
+        set_job(api.db, job_id, created_at=utc_shift(-age_s), not_before=utc_shift(30.0))
+    monkeypatch.setattr(gauges, "MAX_LANES", 1)
+    seen = fresh(api, monkeypatch)
+    gold, other = ("stream:orchestrator:inference_jobs:gold",), ("other",)
+    assert seen["job_queue_depth"] == {gold: 1, other: 1} and seen["jobs_delayed"] == {gold: 0, other: 0}
+    ages = seen["oldest_pending_age_seconds"]
+    assert 40 <= ages[gold] < 80 <= ages[other]
+
+
 def test_pools_named_by_clients_cannot_multiply_series(mute: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     api = mute  # it would announce what waits in 300 lanes
     hire(api.db, pool="zz-staffed")

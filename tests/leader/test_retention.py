@@ -322,10 +322,10 @@ def test_a_job_that_somebody_holds_goes_another_time(maria_db, config, hub, publ
 def lost_once(db, hand, job_id) -> None:
     """Its first attempt had a lease, its worker vanished, and the second attempt is done."""
     hand.claim(*submit(db, job_id=job_id, max_attempts=5, min_memory_mb=100))
-    for status in ("lost", "active"):
-        mine = update(schema.workers).where(schema.workers.c.worker_id == hand.worker_id)
-        db.write(lambda conn, to=mine.values(status=status): conn.execute(to))
-        db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    mine = update(schema.workers).where(schema.workers.c.worker_id == hand.worker_id)
+    db.write(lambda conn: conn.execute(mine.values(status="lost")))
+    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    db.write(lambda conn: conn.execute(mine.values(status="active")))
     set_job(db, job_id, not_before=None, queued="ready")
     hand.finish(*hand.claim(job_id))
     aged(db, JOBS_KEPT + 1, job_id)

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from threading import Barrier
 from typing import Any
 
@@ -72,6 +73,11 @@ def test_jobs_of_different_attempts_are_claimed_in_one_batch(db):
     assert [claim.attempt for claim in hand.claim(*ids)] == [1, 2, 3, 4, 5]
 
 
+def pause_s(db, job_id):
+    job = row(db, job_id)
+    return (job.not_before - job.updated_at).total_seconds()
+
+
 def test_a_worker_without_the_handler_puts_the_job_off_and_charges_nothing(db):
     hand = hire(db)
     (job_id,) = submit(db)
@@ -79,7 +85,26 @@ def test_a_worker_without_the_handler_puts_the_job_off_and_charges_nothing(db):
     job = row(db, job_id)
     assert (job.status, job.attempts, job.published_at, job.queued) == ("pending", 0, None, "delayed")
     assert "no handler for type 'echo'" in job.wait_reason
-    assert job.not_before > now(db)
+    assert pause_s(db, job_id) == pytest.approx(claim_module.NO_HANDLER_S, abs=0.01)  # it is no other's either
+
+
+def test_a_job_that_another_worker_of_the_lane_could_run_is_put_off_for_a_moment(db):
+    """Whoever read of it was the wrong one; the pauses grow from one such miss to the next, to a second."""
+    wrong, (job_id,) = hire(db, type="other"), submit(db)
+    hire(db, pool="elsewhere")
+    wrong.offer(job_id, memory_mb=None)
+    assert pause_s(db, job_id) == pytest.approx(claim_module.NO_HANDLER_S, abs=0.01)
+    right = hire(db)
+    for since_s, least_s, most_s in ((None, 0.05, 0.05), (0.4, 0.4, 0.99), (40.0, 1.0, 1.0)):
+        updated = since_s and now(db) - timedelta(seconds=since_s)
+        set_job(db, job_id, queued="ready", not_before=None, updated_at=updated)
+        wrong.offer(job_id, memory_mb=None)
+        assert least_s - 0.01 <= pause_s(db, job_id) <= most_s + 0.01
+    lost = update(schema.workers).where(schema.workers.c.worker_id == right.worker_id).values(status="lost")
+    db.write(lambda conn: conn.execute(lost))
+    set_job(db, job_id, queued="ready", not_before=None)
+    wrong.offer(job_id, memory_mb=None)
+    assert pause_s(db, job_id) == pytest.approx(claim_module.NO_HANDLER_S, abs=0.01)
 
 
 # --- with a lease ---

@@ -73,6 +73,59 @@ def test_those_who_wait_are_told_once_a_job_and_the_dead_at_once(db):
     assert "nobody" in db.read(lambda conn: dispatch.openings(conn, waiting))
 
 
+def woken(db, *remotes):
+    return db.read(lambda conn: dispatch.openings(conn, [remote.worker_id for remote in remotes]))
+
+
+def test_a_job_whose_reader_has_no_handler_is_offered_to_who_reads_nothing(db):
+    """Readers are quicker whenever it is ready: between two of them it waits for its next turn, and may be had."""
+    remote, blind, (job_id,) = enlist(db), enlist(db, types=("other",)), submit(db)
+    hire(db, type="other").offer(job_id, memory_mb=None)
+    assert row(db, job_id).queued == "delayed"
+    assert woken(db, remote, blind) == {remote.worker_id}
+    assert blind.fetch() == []
+    assert [claim.job_id for claim in remote.fetch(2)] == [job_id]
+    job = row(db, job_id)
+    assert (job.status, job.queued, job.not_before, job.attempts) == ("claimed", None, None, 1)
+
+
+def test_it_is_found_again_when_the_commit_of_its_claim_is_unknown(db):
+    remote, (job_id,) = enlist(db), submit(db)
+    hire(db, type="other").offer(job_id, memory_mb=None)
+    work = Claiming([Fetch(remote.worker_id, 2)], claimant)
+    with pytest.raises(ZeroDivisionError):
+        db.write(lambda conn: work(conn) and 1 // 0)  # rolled back, after the work was done
+    assert row(db, job_id).queued == "delayed"
+    (again,) = db.write(work)
+    assert [claim.job_id for claim in again] == [job_id]
+
+
+def test_what_waits_for_a_time_for_memory_or_elsewhere_is_not_offered_early(db):
+    hand = hire(db, gpu(total_mb=10_000, foreign_mb=9000))
+    retried, large = submit(db)[0], submit(db, min_memory_mb=5000)[0]
+    (other,) = submit(db, pool_id="other")
+    hand.fail(*hand.claim(retried), retry_after_s=1.0)
+    hand.offer(large)
+    hire(db, pool="other").offer(other, memory_mb=None)
+    remote = enlist(db, node="node-1")
+    assert woken(db, remote) == set()
+    assert remote.fetch(4) == []
+    assert [row(db, job_id).queued for job_id in (retried, large, other)] == ["delayed"] * 3
+
+
+def test_a_worker_gets_no_more_jobs_than_it_has_slots_beside_those_it_owns(db):
+    remote, other, _ = enlist(db, slots=2), enlist(db), submit(db, 6)
+    assert len(other.fetch()) == 1
+    (first,) = remote.fetch()
+    assert woken(db, remote) == {remote.worker_id}
+    answers = db.write(Claiming([Fetch(remote.worker_id, 4)] * 2, claimant))
+    assert [len(answer) for answer in answers] == [1, 0]
+    assert remote.fetch() == [] and woken(db, remote) == set()
+    remote.finish(first)
+    assert woken(db, remote) == {remote.worker_id}
+    assert len(remote.fetch(4)) == 1
+
+
 def close_pool(db, state="draining"):
     db.write(lambda conn: conn.execute(schema.worker_pools.update().values(status=state)))
 

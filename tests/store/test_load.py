@@ -11,7 +11,7 @@ from orchestrator.errors import LaneNotFound
 from orchestrator.pools import PoolSpec
 from orchestrator.scaling import LATELY_S, desired_workers
 from orchestrator.store import load, outbox, pools, schema, withdraw
-from tests.factories import hire, many_jobs, now, rows, set_job, submit
+from tests.factories import gpu, hire, many_jobs, now, row, rows, set_job, submit
 from tests.fetchers import enlist
 
 
@@ -81,6 +81,32 @@ def test_a_flood_of_others_that_nobody_let_go_hides_nobody(db):
     assert (found.depth, found.delayed, found.at_least) == (1, 0, True)
     found = of(db, "mine", most=20)
     assert (found.depth, found.delayed, found.at_least) == (1, 0, False)
+
+
+def test_what_waits_for_memory_is_work_and_what_waits_for_a_time_is_not(db):
+    """INV-24. A retry's pause and `earliest_start_at` are for no worker to end; memory and a handler it may bring."""
+    hand = hire(db, gpu(total_mb=10_000, foreign_mb=9000))
+    retried, large, strange = submit(db)[0], submit(db, min_memory_mb=5000)[0], submit(db)[0]
+    submit(db, earliest_start_at=(now(db) + timedelta(hours=1)).isoformat() + "Z")
+    hand.fail(*hand.claim(retried), retry_after_s=60.0)
+    hand.offer(large)
+    hand.offer(strange, memory_mb=None)
+    set_job(db, large, created_at=now(db) - timedelta(seconds=40))
+    assert [row(db, job_id).queued for job_id in (retried, large, strange)] == ["delayed"] * 3
+    found = of(db)
+    assert (found.depth, found.delayed, found.at_least) == (2, 2, False)
+    assert found.oldest_wait_s == pytest.approx(40, abs=10)
+    assert desired_workers(found) == 1
+
+
+def test_those_put_off_are_seen_among_many_that_wait_for_a_time(db):
+    """They come sooner; and when too many come soon to see them all, what waits is not said to be nothing."""
+    (mine,) = submit(db, pool_id="mine")
+    hire(db, pool="mine").offer(mine, memory_mb=None)
+    many_jobs(db, 10, lane="mine", queued="delayed", not_before=now(db) + timedelta(hours=1))
+    assert (of(db, "mine", most=10).depth, of(db, "mine", most=10).delayed) == (1, 9)
+    many_jobs(db, 10, lane="flood", queued="delayed", not_before=now(db), job_id=lambda i: f"flood-{i}")
+    assert of(db, "mine", most=10).depth == 10
 
 
 def test_counting_stops_and_says_so(db):

@@ -5,7 +5,7 @@ from threading import Barrier
 
 from orchestrator.store import backlog, outbox, schema
 from orchestrator.store.dialect import utc_shift
-from tests.factories import hire, many_jobs, row, rows, set_job, submit
+from tests.factories import hire, many_jobs, now, row, rows, set_job, submit
 
 
 def take(db, limit=100, lane="default"):
@@ -139,3 +139,42 @@ def test_depth_counts_what_waits_and_what_runs(db):
         "other": (2, 0, 0),
         "nobody": (0, 0, 0),
     }
+
+
+def test_depth_counts_what_a_claim_put_off(db):
+    """INV-24: it is due, and waits for memory or for a worker that has its handler."""
+    submit(db)
+    put_off, later = submit(db, 2, pool_id="gold")
+    hire(db, pool="gold").offer(put_off, memory_mb=None)
+    set_job(db, put_off, created_at=utc_shift(-40.0))
+    set_job(db, later, queued="delayed", not_before=utc_shift(3600.0))
+    depths = db.read(lambda conn: backlog.depths(conn, ["default", "gold"]))
+    assert {lane: (depth.work, depth.deferred, depth.delayed) for lane, depth in depths.items()} == {
+        "default": (1, 0, 0),
+        "gold": (1, 1, 1),
+    }
+    assert depths["gold"].oldest_deferred_s >= 40 and depths["default"].oldest_deferred_s == 0
+
+
+def test_depth_is_not_said_to_be_nothing_where_too_much_comes_soon_to_see_it(db):
+    (put_off,) = submit(db, pool_id="gold")
+    hire(db, pool="gold").offer(put_off, memory_mb=None)
+    many_jobs(db, 10, lane="flood", queued="delayed", not_before=now(db))
+    names = ["gold", "flood"]
+    some, all_of = (db.read(lambda conn, look=look: backlog.depths(conn, names, look)) for look in (10, 11))
+    for found in (some, all_of):
+        assert {lane: (depth.work, depth.delayed) for lane, depth in found.items()} == {
+            "gold": (1, 0),
+            "flood": (10, 0),
+        }
+
+
+def test_what_a_claim_put_off_may_be_let_go_early_and_meets_its_gates(db):
+    hand = hire(db)
+    plain, quiet, retried = submit(db)[0], submit(db)[0], submit(db)[0]
+    hand.fail(*hand.claim(retried), retry_after_s=60.0)
+    hand.offer(plain, quiet, memory_mb=None)
+    set_job(db, quiet, constraints="{}")
+    db.write(lambda conn: outbox.promote_early(conn, [plain, quiet, retried]))
+    assert [row(db, job_id).queued for job_id in (plain, quiet, retried)] == ["ready", "blocked", "delayed"]
+    assert row(db, plain).not_before is None

@@ -36,6 +36,7 @@ from orchestrator.store import (
     outbox,
     paging,
     policies,
+    registry,
     renewals,
     reports,
     residency,
@@ -495,13 +496,32 @@ def test_what_is_left_of_a_lane_is_counted_up_to_a_limit(crowded):
 
 def test_depths_pass_the_entries_of_what_waits_and_no_row_and_no_history(crowded):
     plan = analyzed(crowded, lambda conn: backlog.depths(conn, ["default", "idle", "idle-later"]))
-    waiting, owned = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    waiting, owned, later = [step for step in plan if step["table"] == "orchestrator_jobs"]
     found = crowded.db.read(lambda conn: backlog.depths(conn, ["default", "idle", "idle-later"]))
-    count = sum(depth.due + depth.delayed + depth.blocked for depth in found.values())
+    count = sum(depth.due + depth.deferred + depth.delayed + depth.blocked for depth in found.values())
     assert count > HISTORY
     assert (waiting["key"], waiting["type"], float(waiting["r_rows"])) == ("ix_jobs_queue", "range", count), plan
     assert "Using index" in waiting["Extra"] and "filesort" not in waiting["Extra"], dict(waiting)
     assert owned["key"] == "ix_jobs_status" and float(owned["r_rows"]) <= 71, dict(owned)
+    assert later["key"] == "ix_jobs_due" and float(later["r_rows"]) <= 511, dict(later)
+
+
+def test_what_is_deferred_is_looked_for_among_the_soonest(crowded):
+    plan = analyzed(crowded, lambda conn: backlog.depths(conn, ["default"], 100))
+    (step,) = [step for step in plan if step["key"] == "ix_jobs_due"]
+    assert float(step["r_rows"]) <= 101 and "filesort" not in step["Extra"], dict(step)
+
+
+def test_what_readers_missed_is_looked_for_among_the_soonest(crowded):
+    plan = analyzed(crowded, lambda conn: dispatch.missed(conn, "default"))
+    (step,) = [step for step in plan if step["table"] == "orchestrator_jobs"]
+    assert step["key"] == "ix_jobs_due" and float(step["r_rows"]) <= 11, dict(step)
+    assert "filesort" not in step["Extra"], dict(step)
+
+
+def test_what_workers_own_is_counted_among_what_is_owned(crowded):
+    (step,) = analyzed(crowded, lambda conn: registry.owned(conn, [crowded.worker_id]))
+    assert step["key"] == "ix_jobs_status" and float(step["r_rows"]) <= 71, dict(step)
 
 
 def test_the_oldest_is_looked_for_among_the_first(crowded):
