@@ -243,13 +243,13 @@ class PoolNotFound(NotFound):
 
 
 class LaneNotFound(NotFound):
-    """Neither pool nor worker nor job ever had this name: a slip of the pen must not read as "nothing to do"."""
+    """Neither pool nor worker nor job of this name is known: a slip of the pen must not read as "nothing to do"."""
 
     code = "lane_not_found"
 
     def __init__(self, lane: str) -> None:
         super().__init__(
-            f"no pool, worker or job was ever in lane {lane!r}; `gpuorch queue stats` shows those with jobs"
+            f"no pool, worker or job is known in lane {lane!r}; `gpuorch queue stats` shows those with jobs"
         )
 
 

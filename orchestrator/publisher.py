@@ -18,7 +18,7 @@ from orchestrator.jobs import Queued, Ready
 from orchestrator.pace import Pace
 from orchestrator.ranking import urgent_places
 from orchestrator.settings import Settings
-from orchestrator.store import outbox
+from orchestrator.store import lanes, outbox
 from orchestrator.store.caps import Glance
 from orchestrator.store.database import Database
 from orchestrator.store.outbox import Urgent
@@ -37,6 +37,8 @@ SLOTS_FRESH_S = 2.0
 URGENT_EVERY_S = 0.25
 #: Jobs moved by one transaction.
 CHUNK = 500
+#: Lanes whose pace is remembered, beside those that somebody serves; clients may name any number of them.
+MAX_LANES = 1000
 
 
 class Publisher:
@@ -80,11 +82,12 @@ class Publisher:
 
     def reaches(self, lane: str, count: int) -> None:
         """A worker here takes up to `count` jobs of this lane at once: with fewer its batches would not be full."""
-        self._pace.setdefault(lane, Pace()).reach = count
+        with self._wake:
+            self._pace_of(lane).reach = count
 
     def consumed(self, lane: str, count: int) -> None:
         """A worker took `count` entries: nudge when about half of the window must be gone."""
-        pace = self._pace.setdefault(lane, Pace())
+        pace = self._pace_of(lane)
         pace.left -= count
         if pace.left <= pace.window // 2:
             self.nudge(lane)
@@ -92,7 +95,7 @@ class Publisher:
     def publish(self, lane_name: str) -> int:
         """Fill one lane's window; how many jobs were announced."""
         lane = self._hub.lane(lane_name)
-        pace = self._pace.setdefault(lane_name, Pace())
+        pace = self._pace_of(lane_name)
         self._count_slots(lane_name, pace)
         if pace.slots is None:
             return 0
@@ -127,6 +130,12 @@ class Publisher:
         if self._thread.is_alive():
             self._thread.join(self._settings.db_timeout_s + self._settings.redis_timeout_s)
 
+    def _pace_of(self, lane: str) -> Pace:
+        with self._wake:
+            if lane not in self._pace and len(self._pace) >= MAX_LANES:
+                self._pace = {name: pace for name, pace in self._pace.items() if pace.slots or pace.reach}
+            return self._pace.setdefault(lane, Pace())
+
     def _count_slots(self, lane: str, pace: Pace) -> None:
         if time.monotonic() - pace.slots_counted_at > SLOTS_FRESH_S:
             pace.slots = self._db.read(lambda conn: outbox.live_slots(conn, lane))
@@ -146,10 +155,10 @@ class Publisher:
                 self._wake.wait_for(lambda: self._nudged or self._look_due or self._closing)
                 if self._closing:
                     return
-                lanes, self._nudged = self._nudged, set()
+                nudged, self._nudged = self._nudged, set()
                 idle, self._idle = (self._idle, set()) if self._look_due else (set(), self._idle)
                 self._look_due = False
-            for lane in sorted(lanes | self._forgotten(idle)):
+            for lane in sorted(nudged | self._forgotten(idle)):
                 try:
                     self.publish(lane)
                 except Unavailable as away:
@@ -163,7 +172,7 @@ class Publisher:
         if not idle:
             return set()
         try:
-            return set(self._db.read(lambda conn: outbox.lanes_with(conn, Queued.READY, among=idle)))
+            return set(self._db.read(lambda conn: lanes.waiting(conn, idle, Queued.READY)))
         except Unavailable as away:
             log.warning("publish failed", extra={"error": str(away)})
         except Exception:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.dead_letters import about_entry
 from orchestrator.errors import RedisUnavailable, StaleEpoch, Unavailable, UnknownDuty
-from orchestrator.jobs import OWNED, Queued, RetryPolicy, Status
+from orchestrator.jobs import DUE, OWNED, Queued, RetryPolicy, Status
 from orchestrator.leader import retention
 from orchestrator.leader.apart import Apart
 from orchestrator.leader.autosize import Autosize
@@ -35,6 +35,7 @@ from orchestrator.store import (
     dead_letters,
     gatekeeper,
     gates,
+    lanes,
     leadership,
     lease_purge,
     nodes,
@@ -97,6 +98,8 @@ class DutyContext:
     publisher: Publisher
     settings: Settings
     cursors: dict[str, str] = field(default_factory=dict)
+    #: The last lane that a duty looked at.
+    looked_at: dict[str, str] = field(default_factory=dict)
     policies: Copy = field(default_factory=Copy)
     #: What the last look at those who wait for caps saw last.
     waited_for: str = ""
@@ -114,8 +117,11 @@ class DutyContext:
     def retry_policy(self) -> RetryPolicy:
         return RetryPolicy.of(self.settings)
 
-    def lanes(self) -> list[str]:
-        return self.term.db.read(outbox.known_lanes)
+    def lanes(self, duty: str, *queued: Queued) -> set[str]:
+        """Of the next lanes that this duty has not looked at for longest, those in which a job waits like that."""
+        after = self.looked_at.get(duty, "")
+        found, self.looked_at[duty] = self.term.db.read(lambda conn: lanes.some(conn, after, *queued))
+        return set(found)
 
 
 def publish(context: DutyContext) -> int:
@@ -123,16 +129,24 @@ def publish(context: DutyContext) -> int:
     promoted = 0
     if context.term.finds(_DUE):
         promoted = context.term.write(lambda conn: outbox.promote_due(conn, BATCH, context.policies.book(conn)))
-    lanes = context.term.db.read(lambda conn: outbox.lanes_with(conn, Queued.READY))
-    return promoted + _in_lanes(lanes, context.publisher.publish)
+    served = context.term.db.read(lambda conn: lanes.served(conn, Queued.READY))
+    return promoted + _in_lanes({*served, *context.lanes("publish", Queued.READY)}, context.publisher.publish)
 
 
 def repair(context: DutyContext) -> int:
     """Announce again what the database believes published and the stream does not have."""
-    return _in_lanes(context.lanes(), lambda lane: _repair_lane(context, lane))
+    return _in_lanes(_tended(context, "repair"), lambda lane: _repair_lane(context, lane))
 
 
-def _in_lanes(lanes: Sequence[str], work: Callable[[str], int]) -> int:
+def _tended(context: DutyContext, duty: str) -> set[str]:
+    """Lanes whose streams are worth a look: somebody reads them, or a job may stand there.
+
+    What is left in others is in nobody's way, and goes when somebody serves them, or when they are forgotten.
+    """
+    return {*context.term.db.read(lanes.served), *context.lanes(duty, *DUE)}
+
+
+def _in_lanes(names: Collection[str], work: Callable[[str], int]) -> int:
     """Do it in all of them, then report the first that failed: a broken lane must not hold up the others.
 
     A server that does not answer is not asked for each of a thousand lanes, nor is a row waited for in each: other
@@ -140,7 +154,7 @@ def _in_lanes(lanes: Sequence[str], work: Callable[[str], int]) -> int:
     """
     did = waits = 0
     failures: list[Exception] = []
-    for lane in random.sample(lanes, len(lanes)):
+    for lane in random.sample(sorted(names), len(names)):
         try:
             did += work(lane)
         except StaleEpoch:
@@ -179,8 +193,11 @@ def purge_leases(context: DutyContext) -> int:
 
 
 def forget_old(context: DutyContext) -> int:
-    """Delete results, jobs, workflows and rows of the audit that were kept as long as they should be."""
-    return retention.forget_old(context.term, context.settings, context.retained)
+    """Delete results, jobs, workflows and rows of the audit that were kept as long as they should be; unused lanes."""
+    old = retention.forget_old(context.term, context.settings, context.retained)
+    after = context.looked_at.get("retention", "")
+    unused, context.looked_at["retention"] = retention.forget_lanes(context.term, context.hub, after)
+    return max(old, BATCH if context.looked_at["retention"] else unused)
 
 
 def forget_workers(context: DutyContext) -> int:
@@ -191,7 +208,8 @@ def forget_workers(context: DutyContext) -> int:
 def reclaim(context: DutyContext) -> int:
     """Give the work of the dead to the living: jobs of lost workers, then entries nobody will finish."""
     rescued = _reclaim_jobs(context)
-    return rescued + _in_lanes(context.lanes(), lambda lane: _reclaim_entries(context, context.hub.lane(lane)))
+    tended = _tended(context, "reclaim")
+    return rescued + _in_lanes(tended, lambda lane: _reclaim_entries(context, context.hub.lane(lane)))
 
 
 def _reclaim_jobs(context: DutyContext) -> int:
@@ -235,7 +253,10 @@ def _reclaim_entries(context: DutyContext, lane: Lane) -> int:
     """
     cursor = context.cursors.get(lane.name, "0-0")
     idle = lane.take_idle(context.term.epoch, cursor, context.settings.claim_idle_ms, BATCH)
-    context.cursors[lane.name] = idle.cursor
+    if idle.cursor == "0-0":
+        context.cursors.pop(lane.name, None)
+    else:
+        context.cursors[lane.name] = idle.cursor
     if idle.deleted:  # `repair` finds the jobs that waited behind them
         log.warning("entries vanished from the stream", extra={"pool_id": lane.name, "entries": len(idle.deleted)})
     ids = [entry.job_id for entry in idle.entries if entry.job_id]

@@ -1,18 +1,23 @@
-"""The duty `retention`: one short, fenced transaction after the other deletes what was kept long enough."""
+"""The duty `retention`: one short, fenced transaction after the other deletes what is old or unused."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from orchestrator.leader.term import Term
 from orchestrator.settings import Settings
-from orchestrator.store import retention
+from orchestrator.store import lanes, retention
 from orchestrator.store.retention import FORGOTTEN, OVER, ROWS, Place, Step
+from orchestrator.stream.hub import Hub
 from orchestrator.workflows import FlowStatus
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +49,23 @@ def forget_old(term: Term, settings: Settings, places: Places) -> int:
     if deleted.total():
         log.info("forgotten", extra={kind: count for kind, count in deleted.items() if count})
     return max(deleted.total(), ROWS if more else 0)
+
+
+def forget_lanes(term: Term, hub: Hub, after: str) -> tuple[int, str]:
+    """Forget those of the next lanes that nobody uses; how many went, and where the next look begins."""
+    found, behind = term.db.read(lambda conn: lanes.unused(conn, after))
+    gone = term.write(partial(_forget_lanes, term=term, hub=hub, names=found)) if found else 0
+    if gone:
+        log.info("forgotten", extra={"lanes": gone})
+    return gone, behind
+
+
+def _forget_lanes(conn: Connection, term: Term, hub: Hub, names: Sequence[str]) -> int:
+    """Their streams go while their rows are locked: nobody announces anything there, and no successor has begun."""
+    names = lanes.lock_unused(conn, names)
+    for name in names:
+        hub.lane(name).drop(term.epoch)
+    return lanes.forget(conn, names)
 
 
 def _walk(term: Term, places: Places, name: tuple[str, str], look: Callable[..., Step], deleted: Counter[str]) -> bool:

@@ -29,6 +29,7 @@ from orchestrator.jobs import DUE, OWNED, Queued
 from orchestrator.pools import OPEN
 from orchestrator.store.dialect import largest, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import some_at_a_time
+from orchestrator.store.lanes import FORGOTTEN
 from orchestrator.store.patience import LONGEST_PAUSE_S
 from orchestrator.store.schema import ACTIVE, jobs, lanes, spawns, worker_pools, workers, workflows
 from orchestrator.workflows import FlowStatus
@@ -71,8 +72,9 @@ class Depth:
 
 
 def lanes_by_age(conn: Connection) -> list[str]:
-    """Every lane that ever had a job, the first first: the same order for everybody."""
-    return list(conn.execute(select(lanes.c.lane).order_by(lanes.c.created_at, lanes.c.lane)).scalars())
+    """Every lane that is remembered, the first first: the same order for everybody."""
+    known = select(lanes.c.lane).where(lanes.c.lane != FORGOTTEN)
+    return list(conn.execute(known.order_by(lanes.c.created_at, lanes.c.lane)).scalars())
 
 
 def depths(conn: Connection, names: Sequence[str], look: int = SOONEST) -> dict[str, Depth]:

@@ -13,7 +13,7 @@ from orchestrator.crews import Assignments, Crew, NodeView, Plan, PoolView
 from orchestrator.jobs import DUE, OWNED
 from orchestrator.jsontext import listed
 from orchestrator.pools import OPEN, PoolState, read_metadata
-from orchestrator.store import audit, outbox, pools
+from orchestrator.store import audit, lanes, pools
 from orchestrator.store.dialect import by_key, in_order, seconds_since, utc_now, utc_shift
 from orchestrator.store.registry import HTTP
 from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, nodes, pool_assignments, worker_pools, workers
@@ -24,7 +24,11 @@ from orchestrator.store.schema import ACTIVE, LIVE_WORKERS, jobs, nodes, pool_as
 def look(conn: Connection) -> list[PoolView]:
     """All pools with their workers and assignments, by id."""
     rows = conn.execute(
-        select(worker_pools, seconds_since(worker_pools.c.active_at).label("idle_s")).order_by(worker_pools.c.pool_id)
+        select(
+            worker_pools,
+            seconds_since(worker_pools.c.active_at).label("idle_s"),
+            lanes.has(worker_pools.c.pool_id, *DUE).label("asked_for"),
+        ).order_by(worker_pools.c.pool_id)
     ).all()
     if not rows:
         return []
@@ -32,13 +36,10 @@ def look(conn: Connection) -> list[PoolView]:
     for row in conn.execute(select(pool_assignments).where(pool_assignments.c.workers > 0)):  # not of deleted pools
         assigned.setdefault(row.pool_id, {})[row.node_id, row.revision] = row.workers
     crews = _crews(conn, [row.pool_id for row in rows])
-    demanded = {*outbox.lanes_with(conn, *DUE)} & {row.pool_id for row in rows if row.status in OPEN}
-    return [
-        _view(row, row.pool_id in demanded, assigned.get(row.pool_id, {}), crews.get(row.pool_id, [])) for row in rows
-    ]
+    return [_view(row, assigned.get(row.pool_id, {}), crews.get(row.pool_id, [])) for row in rows]
 
 
-def _view(row: Row[Any], in_demand: bool, assigned: Assignments, crews: list[Crew]) -> PoolView:
+def _view(row: Row[Any], assigned: Assignments, crews: list[Crew]) -> PoolView:
     return PoolView(
         row.pool_id,
         PoolState(row.status),
@@ -52,7 +53,7 @@ def _view(row: Row[Any], in_demand: bool, assigned: Assignments, crews: list[Cre
         row.min_memory_mb or 0,
         row.gpu_count,
         float(row.idle_s),
-        in_demand,
+        bool(row.asked_for) and row.status in OPEN,
         assigned,
         tuple(crews),
         row.spawned_workers,

@@ -17,7 +17,7 @@ from orchestrator import jobs as job_rules
 from orchestrator.dead_letters import DeadLetter
 from orchestrator.errors import JobNotFound, NotRedrivable, RedriveLimit, TaskOfWorkflow
 from orchestrator.jobs import TERMINAL, Arrow, Status
-from orchestrator.store import audit, lease_purge, ownership, paging
+from orchestrator.store import audit, lanes, lease_purge, ownership, paging
 from orchestrator.store.blocked import GATED, SOON_S
 from orchestrator.store.dialect import by_key, in_order, unled, walking
 from orchestrator.store.moves import by_attempt, move
@@ -331,6 +331,7 @@ def _start_over(conn: Connection, arrow: Arrow, rows: Sequence[Found], asked: Ma
         for attempt, ids in by_attempt([row for row in rows if delays[row.job_id] == delay_s]):
             moved = move(conn, arrow, attempt, ids, delay_s=delay_s)
             assert moved == len(ids), "rows are locked, nobody else can have moved them"
+    lanes.remember(conn, {row.lane for row in rows})
     conn.execute(delete(dead_letters).where(dead_letters.c.job_id.in_(list(delays))))
     audit.record(conn, [_event(str(arrow.event), row) for row in rows])
 

@@ -24,6 +24,7 @@ from orchestrator.store.caps import NO_BOOK, Seats
 from orchestrator.store.claim import NO_HANDLER, NO_HANDLER_S, Claim, claim_jobs
 from orchestrator.store.dialect import by_key, seconds_since, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
+from orchestrator.store.lanes import advance
 from orchestrator.store.moves import Claimant
 from orchestrator.store.offers import CLAIMABLE
 from orchestrator.store.registry import Fetcher
@@ -223,7 +224,7 @@ class Claiming:
         claimed = {claim.job_id for answer in answers if isinstance(answer, list) for claim in answer}
         for lane, ahead in self._ahead.items():
             # What the publisher does for those it announces: where nobody reads the stream, service goes on here.
-            outbox.advance(conn, lane, [ranked for job_id, ranked in ahead.items() if job_id in claimed])
+            advance(conn, lane, [ranked for job_id, ranked in ahead.items() if job_id in claimed])
         seats.close()
         self.freed = seats.freed | following.freed
         # What failed before here was rolled back for certain: what its worker has by then, it got elsewhere, and keeps.

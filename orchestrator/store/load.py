@@ -34,12 +34,12 @@ _BEYOND_THE_CLOCK = -ranking.head_start(ranking.PRIORITY_NAMES["LOW"])
 def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUNTED) -> Load:
     """What is asked of the lane now; `usual_slots` has a worker of one that nobody serves.
 
-    Raises LaneNotFound: of a name that nobody ever used it cannot be said that it needs no workers.
+    Raises LaneNotFound: of a name that nobody is known to have used it cannot be said that it needs no workers.
     """
     pool = conn.execute(select(worker_pools).where(worker_pools.c.pool_id == lane)).one_or_none()
     staff = _staff(conn, lane)
     clock = conn.execute(select(lanes.c.virtual_time).where(lanes.c.lane == lane)).scalar()
-    if pool is None and clock is None and not staff.known and lane != DEFAULT_LANE:
+    if pool is None and clock is None and not staff.known and lane != DEFAULT_LANE and not _had_jobs(conn, lane):
         raise LaneNotFound(lane)
     found = conn.execute(_counts(lane, most)).one()
     *numbers, deferred_s = found
@@ -62,6 +62,12 @@ def of_lane(conn: Connection, lane: str, usual_slots: int, most: int = MOST_COUN
         open=pool is None or pool.status in OPEN,
         at_least=most in (waiting, running, delayed, blocked, soon),
     )
+
+
+def _had_jobs(conn: Connection, lane: str) -> bool:
+    """The lane itself may be forgotten before its jobs are."""
+    job = walking(select(jobs.c.lane), jobs, "ix_jobs_queue").where(jobs.c.lane == lane)
+    return conn.execute(job.limit(1)).first() is not None
 
 
 def _staff(conn: Connection, lane: str) -> Any:

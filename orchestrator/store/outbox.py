@@ -6,19 +6,18 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Float, bindparam, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Float, bindparam, func, select, update
 
 from orchestrator.gates import AGENT, CAPACITY, FOR_PLACE, FOR_UNITS, QUIET, UNTIL_QUIET
 from orchestrator.jobs import Queued, Ready
 from orchestrator.policies import Book
-from orchestrator.ranking import reached
-from orchestrator.store import ownership, pools
+from orchestrator.store import lanes, ownership, pools
 from orchestrator.store.caps import NO_BOOK, Glance
 from orchestrator.store.clock import is_old
 from orchestrator.store.dialect import by_key, utc_now, utc_shift, walking
 from orchestrator.store.hot import Hot
 from orchestrator.store.moves import LATEST_START
-from orchestrator.store.schema import ACTIVE, gate_holds, jobs, lanes, workers
+from orchestrator.store.schema import ACTIVE, gate_holds, jobs, workers
 
 #: How often one transaction looks for more, after jobs whose caps are full were parked.
 MAX_LOOKS = 16
@@ -76,13 +75,6 @@ _ANNOUNCE = Hot(
         .values(queued=Queued.ANNOUNCED, published_at=utc_now())
     )
 )
-_ADVANCE = Hot(
-    lambda _ids: (
-        update(lanes)
-        .where(lanes.c.lane == bindparam("of_lane"), lanes.c.virtual_time < bindparam("reached"))
-        .values(virtual_time=bindparam("reached"))
-    )
-)
 
 
 class Urgent(NamedTuple):
@@ -138,14 +130,8 @@ def _announce(conn: Connection, lane: str, early: Sequence[_Next], ranked: Seque
     chosen += [Ready(job.job_id, job.type, job.trace_context) for job in ranked]
     if chosen:
         _ANNOUNCE.run(conn, [job.job_id for job in chosen])
-        advance(conn, lane, [(job.rank, job.priority) for job in ranked])
+        lanes.advance(conn, lane, [(job.rank, job.priority) for job in ranked])
     return chosen
-
-
-def advance(conn: Connection, lane: str, ranked: Sequence[tuple[int, int]]) -> None:
-    """The lane's clock goes on to these ranks with their priorities: they are announced, or claimed without that."""
-    if ranked:
-        _ADVANCE.run(conn, of_lane=lane, reached=max(reached(*one) for one in ranked))
 
 
 _DELAYED = select(
@@ -253,22 +239,6 @@ def unpublish(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.
 def unpublish_unheld(conn: Connection, job_ids: Sequence[str], older_than_s: float = 0.0) -> int:
     """The same, without those whose rows somebody holds: nobody waits for them, and the leader comes again."""
     return unpublish(conn, ownership.lock_unheld(conn, job_ids), older_than_s)
-
-
-def known_lanes(conn: Connection) -> list[str]:
-    return list(conn.execute(select(lanes.c.lane).order_by(lanes.c.lane)).scalars())
-
-
-def lanes_with(conn: Connection, *queued: Queued, among: Collection[str] | None = None) -> list[str]:
-    """Lanes in which a job waits like that: one look into the index for each, whatever the backlog."""
-    found = select(lanes.c.lane).where(or_(*[_has(state) for state in queued])).order_by(lanes.c.lane)
-    return list(conn.execute(found if among is None else found.where(lanes.c.lane.in_(sorted(among)))).scalars())
-
-
-def _has(state: Queued) -> ColumnElement[bool]:
-    """Neither EXISTS nor IN: the planner would turn one round, and walk over a lane's history for the other."""
-    first = select(jobs.c.queued).where(jobs.c.lane == lanes.c.lane, jobs.c.queued == state).limit(1)
-    return first.correlate(lanes).scalar_subquery().is_not(None)
 
 
 def live_slots(conn: Connection, lane: str) -> int | None:

@@ -3,8 +3,8 @@
 | table | one row is | written by |
 |---|---|---|
 | orchestrator_jobs | a job, its place in the queue and its current attempt | submit, publisher, workers, leader |
-| lanes | a lane that ever had a job (nobody searches the backlog for lanes), and how far it came | submit, publisher |
-| lane_accounts | how much service an agent has asked of a lane | submit |
+| lanes | a lane in use (nobody searches the backlog for them), and how far it came | submit, publisher, leader |
+| lane_accounts | how much service an agent has asked of a lane | submit, leader |
 | orchestrator_results | what a finished job returned | workers |
 | dead_letters | a job that is given up, until it is redriven or purged | workers, leader, operators |
 | orchestrator_leases, lease_gpus | a reservation of GPU memory, and its share on each GPU | claim, API, leader |

@@ -17,11 +17,10 @@ from orchestrator.admission import FREELY, Admitted, Decision
 from orchestrator.errors import DatabaseUnavailable, InvalidInput, JobConflict, OrchestratorError
 from orchestrator.jobs import NewJob, Queued, RetryPolicy
 from orchestrator.policies import Book
-from orchestrator.store import accounts, audit, flows
+from orchestrator.store import accounts, audit, flows, lanes
 from orchestrator.store.database import Database, Waiting
-from orchestrator.store.dialect import clock, utc_now
 from orchestrator.store.hot import Hot, insert_rows
-from orchestrator.store.schema import jobs, lanes
+from orchestrator.store.schema import jobs
 
 #: Runs of a batch that keeps meeting ids which others insert at the same moment.
 MAX_RUNS = 10
@@ -194,7 +193,7 @@ def enter(
 
 
 def _insert_jobs(conn: Connection, db: Database, admitted: Sequence[Entering], rules: Rules) -> None:
-    now, virtual_times = _clocks(conn, {one.job.spec.pool_id for one in admitted})
+    now, virtual_times = lanes.clocks(conn, {one.job.spec.pool_id for one in admitted})
     batch, book = [one.job for one in admitted], rules.book(conn)
     charging = partial(accounts.rank_all, batch=batch, virtual_times=virtual_times, book=book)
     apart = len(admitted) >= MANY and rules.waiting is Waiting.ONCE  # another connection would wait as long
@@ -261,17 +260,3 @@ def _job_row(one: Entering, now: datetime, rank: int, policy: RetryPolicy) -> di
         "blocked_on": None if later else how.blocked_on,
         "wait_reason": None if later else how.reason,
     }
-
-
-_CLOCKS = Hot(lambda names: select(lanes.c.lane, lanes.c.virtual_time, utc_now()).where(lanes.c.lane.in_(names)))
-
-
-def _clocks(conn: Connection, names: set[str]) -> tuple[datetime, dict[str, int]]:
-    """What time it is, for everybody and in service of these lanes; those that had no job yet are remembered."""
-    found = _CLOCKS.rows(conn, sorted(names))
-    virtual_times = {lane: time for lane, time, _ in found}
-    if new := names - virtual_times.keys():
-        insert_rows(conn, lanes, [{"lane": name} for name in sorted(new)])
-        virtual_times |= dict.fromkeys(new, 0)
-    now: datetime = found[0][2] if found else clock(conn)
-    return now, virtual_times

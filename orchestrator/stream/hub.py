@@ -17,6 +17,9 @@ from orchestrator.stream.ingest import EventStream
 from orchestrator.stream.lane import Lane, LaneReader
 from orchestrator.stream.preloads import Preloads, ask
 
+#: Lanes that are kept at hand, which know nothing that is not in Redis; clients may name any number of them.
+MAX_LANES = 1000
+
 
 class Hub:
     """Hands out lanes over one pooled connection; thread-safe."""
@@ -32,6 +35,8 @@ class Hub:
     def lane(self, name: str) -> Lane:
         with self._lock:
             if name not in self._lanes:
+                if len(self._lanes) >= MAX_LANES:
+                    self._lanes.clear()
                 self._lanes[name] = Lane(self._client, self._settings, name)
             return self._lanes[name]
 

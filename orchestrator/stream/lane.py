@@ -72,6 +72,9 @@ end
 # KEYS: stream. ARGV: epoch, group, consumer, idle milliseconds, cursor, most entries.
 _TAKE_IDLE = "return redis.call('XAUTOCLAIM', KEYS[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], 'COUNT', ARGV[6])"
 
+# KEYS: stream, epoch key. Both go: whoever led before this epoch finds nothing there to write to.
+_DROP = "redis.call('DEL', KEYS[1], KEYS[2])"
+
 # KEYS: stream. ARGV: group, consumer, free slots, then for each batching type: its name, how many jobs make a full
 # batch, how many more the batch begun by earlier reads can take. Delivers entries from the first on, while they can
 # run now: beside others of their type, or in a free slot. The first that cannot, and all behind it, stay for whoever
@@ -154,6 +157,7 @@ class Lane:
         self._start_over = client.register_script(_START_OVER)
         self._acknowledge = Fenced(client, self.key, _ACKNOWLEDGE)
         self._take_idle = Fenced(client, self.key, _TAKE_IDLE)
+        self._drop = Fenced(client, self.key, _DROP)
         self._forget = client.register_script(groups.FORGET_CONSUMER)
 
     def ensure_group(self) -> None:
@@ -230,6 +234,11 @@ class Lane:
                 raise
             return Idle("0-0", (), ())
         return Idle(text(following), tuple(_scripted(rows)), tuple(text(entry_id) for entry_id in deleted))
+
+    def drop(self, epoch: int) -> None:
+        """Delete what is left of a lane that nobody uses. Raises StaleEpoch."""
+        with named_errors(self._settings, self._client):
+            self._drop(epoch)
 
     def idle_consumers(self, idle_ms: int) -> list[str]:
         """Consumers without pending entries that have not been heard of for `idle_ms`."""

@@ -621,9 +621,10 @@ def test_a_broken_lane_does_not_hold_up_the_others(db, hub, raw, context, monkey
     assert [fields["job_id"] for _id, fields in raw.xrange(f"{KEY}:{broken}")] == jobs[broken]
 
 
-def test_every_lane_is_tried_and_the_first_failure_reported(db, context):
-    for lane in ("a", "b", "c", "d"):
-        submit(db, pool_id=lane)
+LANES = ("a", "b", "c", "d")
+
+
+def test_every_lane_is_tried_and_the_first_failure_reported():
     tried = []
 
     def work(lane):
@@ -633,16 +634,14 @@ def test_every_lane_is_tried_and_the_first_failure_reported(db, context):
         return 2
 
     with pytest.raises(RedisUnavailable, match=r"lane [bc]") as reported:
-        duties._in_lanes(context.lanes(), work)
+        duties._in_lanes(LANES, work)
     assert sorted(tried) == ["a", "b", "c", "d"]
     assert str(reported.value) == f"lane {next(lane for lane in tried if lane in {'b', 'c'})}"
-    assert duties._in_lanes(context.lanes(), lambda _lane: 2) == 8
+    assert duties._in_lanes(LANES, lambda _lane: 2) == 8
 
 
 @pytest.mark.parametrize("error", [RedisUnavailable("timed out"), RowsHeld("somebody holds a row")])
-def test_what_is_waited_for_in_vain_is_not_asked_for_each_lane_and_none_is_always_the_last(db, context, error):
-    for lane in ("a", "b", "c", "d"):
-        submit(db, pool_id=lane)
+def test_what_is_waited_for_in_vain_is_not_asked_for_each_lane_and_none_is_always_the_last(error):
     seen: set[str] = set()
 
     def work(lane):
@@ -652,15 +651,13 @@ def test_what_is_waited_for_in_vain_is_not_asked_for_each_lane_and_none_is_alway
     while seen != {"a", "b", "c", "d"}:
         tried: list[str] = []
         with pytest.raises(type(error)):
-            duties._in_lanes(context.lanes(), work)
+            duties._in_lanes(LANES, work)
         assert len(tried) == 2
         seen |= set(tried)
 
 
 @pytest.mark.parametrize("error", [ValueError, DatabaseUnavailable, WorkerLost])
-def test_a_lane_that_fails_as_nobody_expected_does_not_hold_up_the_others(db, context, error):
-    for lane in ("a", "b", "c", "d"):
-        submit(db, pool_id=lane)
+def test_a_lane_that_fails_as_nobody_expected_does_not_hold_up_the_others(error):
     tried = []
 
     def work(lane):
@@ -670,21 +667,19 @@ def test_a_lane_that_fails_as_nobody_expected_does_not_hold_up_the_others(db, co
         return 2
 
     with pytest.raises(error) as reported:
-        duties._in_lanes(context.lanes(), work)
+        duties._in_lanes(["a", "b", "c", "d"], work)
     assert sorted(tried) == ["a", "b", "c", "d"]
     assert reported.value.__notes__ == ["lane b"]
 
 
-def test_what_time_does_not_mend_is_reported_first(db, context):
-    for lane in ("a", "b"):
-        submit(db, pool_id=lane)
+def test_what_time_does_not_mend_is_reported_first():
     failures = iter([RedisUnavailable("refused", answered=True), ValueError("a bug")])
 
     def work(_lane):
         raise next(failures)
 
     with pytest.raises(ValueError, match="a bug"):
-        duties._in_lanes(context.lanes(), work)
+        duties._in_lanes(["a", "b"], work)
 
 
 def test_a_lane_whose_key_became_another_is_mended_by_whoever_looks(db, hub, raw, context, publisher):
@@ -704,10 +699,8 @@ def test_a_lane_whose_key_became_another_is_mended_by_whoever_looks(db, hub, raw
     assert [raw.get(kept) for kept in raw.keys("*:aside:*")] == ["somebody's"] * 2
 
 
-def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):
+def test_a_stale_leader_stops_at_the_first_lane_that_says_so():
     """Another error than Redis being away concerns every lane."""
-    submit(db, pool_id="a")
-    submit(db, pool_id="b")
     tried = []
 
     def work(lane):
@@ -715,7 +708,7 @@ def test_a_stale_leader_stops_at_the_first_lane_that_says_so(db, context):
         raise StaleEpoch(1)
 
     with pytest.raises(StaleEpoch):
-        duties._in_lanes(context.lanes(), work)
+        duties._in_lanes(LANES, work)
     assert len(tried) == 1
 
 

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import event, insert, text
 
 from orchestrator.jobs import ErrorKind, Queued, Status
 from orchestrator.leader import duties
@@ -28,6 +28,7 @@ from orchestrator.store import (
     gates,
     gpus,
     job_reads,
+    lanes,
     lease_purge,
     lease_reads,
     leases,
@@ -57,7 +58,7 @@ from orchestrator.store.submit import Rules, submit_within
 from orchestrator.tallies import Ids
 from orchestrator.workflows import FlowStatus
 from tests.conftest import empty
-from tests.factories import POLICY, new_job
+from tests.factories import POLICY, new_job, rows, rows_read
 from tests.store.crowd import HISTORY, LETTERS, crowd
 
 
@@ -462,12 +463,46 @@ def test_a_heartbeat_reads_the_live_leases_of_its_node_and_none_that_are_over(cr
     assert (step["key"], float(step["r_rows"])) == ("PRIMARY", 15), dict(step)
 
 
-def test_which_lanes_have_work_is_one_row_for_each_and_not_their_backlog(crowded):
-    plan = analyzed(crowded, lambda conn: outbox.lanes_with(conn, Queued.READY, Queued.ANNOUNCED))
-    backlogs = [step for step in plan if step["table"] == "orchestrator_jobs"]
-    assert [backlog["key"] for backlog in backlogs] == ["ix_jobs_queue"] * 2, plan
-    assert all(float(backlog["r_rows"] or 0) <= 1 for backlog in backlogs), plan
-    assert crowded.db.read(lambda conn: outbox.lanes_with(conn, Queued.READY)) == ["default"]
+def idle_lanes(conn, count):
+    """Lanes with a history, in which nothing waits any more."""
+    names = [f"unused-{number:06}" for number in range(count)]
+    ended = {"type": "echo", "payload": "{}", "payload_hash": "0" * 64, "agent": "a", "max_attempts": 5, "rank": 1}
+    over = ended | {"status": "cancelled", "queued": None}
+    conn.execute(insert(schema.lanes), [{"lane": name} for name in names])
+    conn.execute(insert(schema.jobs), [over | {"job_id": f"job-{name}", "lane": name} for name in names])
+
+
+#: What duties ask on every turn, in which a lane that nobody uses must not count.
+LOOKS = {
+    "served": lambda conn: lanes.served(conn, Queued.READY),
+    "some": lambda conn: lanes.some(conn, "", Queued.READY, Queued.ANNOUNCED),
+    "unused": lambda conn: lanes.unused(conn, ""),
+    "pools": crews.look,
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_for_work_reads_no_more_rows_for_500_lanes_that_nobody_uses(crowded, name):
+    """And of a lane with a backlog one entry of its index, whatever waits there."""
+    read = []
+    for count in (0, lanes.SOME, lanes.SOME + 500):
+        with crowded.db.engine.connect() as conn:
+            if count:
+                idle_lanes(conn, count)
+            before = rows_read(conn)
+            LOOKS[name](conn)
+            read.append(rows_read(conn) - before)
+            conn.rollback()
+    assert read[2] <= read[1] + 5, read
+    assert read[2] <= 20 * lanes.SOME if name in {"some", "unused"} else read[2] == read[0], read
+
+
+def test_lanes_with_work_are_those_that_are_served_and_a_few_others_at_a_time(crowded):
+    staffed = {worker.pool_id for worker in rows(crowded.db, schema.workers) if worker.status in schema.LIVE_WORKERS}
+    assert crowded.db.read(lanes.served) == sorted(staffed) and "p" in staffed
+    assert crowded.db.read(lambda conn: lanes.served(conn, Queued.READY)) == ["default"]
+    assert crowded.db.read(lambda conn: lanes.some(conn, "", Queued.READY)) == (["default"], "")
+    assert crowded.db.read(lambda conn: lanes.waiting(conn, ["default", "idle"], Queued.READY)) == ["default"]
 
 
 #: name → (call, index, most rows read)
