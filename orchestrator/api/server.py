@@ -17,10 +17,9 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from orchestrator.api.app import create_app
-from orchestrator.api.problems import FRAMEWORK_CODES, problem, reply
+from orchestrator.api.protocol import Protocol
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import ConfigError
 from orchestrator.setting_values import WHY_LOOPBACK
@@ -70,16 +69,6 @@ def listen(host: str, port: int) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class Protocol(HttpToolsProtocol):
-    """HTTP as uvicorn reads it; what cannot be read is answered like every other error."""
-
-    def send_400_response(self, msg: str) -> None:
-        answer = reply(problem(400, FRAMEWORK_CODES[400], msg), {"Connection": "close"})
-        fields = b"".join(b"%s: %s\r\n" % field for field in answer.raw_headers)
-        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%s\r\n%s" % (fields, bytes(answer.body)))
-        self.transport.close()
 
 
 class HttpServer(uvicorn.Server):

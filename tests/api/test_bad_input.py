@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.api import body as body_module
 from tests.api.conftest import Running
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.embedded_too
 
@@ -267,3 +268,14 @@ def read_all(connection: socket.socket) -> bytes:
     while chunk := connection.recv(4096):
         received += chunk
     return received
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(maria_api: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    url = maria_api.http.base_url
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        connection.sendall(b"POST /jobs/submit HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        connection.sendall(b'Content-Length: 100\r\n\r\n{"type":')
+    told = "client left before its request was whole"
+    wait_until(lambda: any(record.message == told for record in caplog.records), what="it was seen")
+    assert [record.message for record in caplog.records if record.levelname in {"WARNING", "ERROR"}] == []

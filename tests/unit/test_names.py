@@ -1,6 +1,5 @@
 """What may be called what, and how names stand in paths."""
 
-import re
 from collections import defaultdict
 
 import pytest
@@ -11,16 +10,14 @@ from orchestrator.client.paths import job_path, pool_path
 from orchestrator.errors import InvalidInput
 from orchestrator.names import NO_JOBS, Name, NewJobId, NewName, TypeName, is_dots
 
-SIBLING = re.compile(r"(.*)/([^/]+)")
-
 
 def hidden_words() -> dict[str, set[str]]:
     """Of every path that ends in a name: what stands in its place for the same method."""
     last = defaultdict[tuple[str, str], set[str]](set)
     for route in (route for module in NOUNS for route in module.router.routes):
-        match = SIBLING.fullmatch(route.path)
-        for method in route.methods if match else ():
-            last[match[1], method].add(match[2])
+        folder, _, word = route.path.rpartition("/")
+        for method in route.methods:
+            last[folder, method].add(word)
     named = {key: words for key, words in last.items() if any("{" in word for word in words)}
     hidden = defaultdict[str, set[str]](set)
     for (folder, _), words in named.items():
