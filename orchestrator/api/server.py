@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -110,6 +111,10 @@ class HttpServer(uvicorn.Server):
             self._stopping()
         self._app.state.backend.stop_waiting()
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second one changes nothing: uvicorn would break off what is about to end anyway, and log the pieces."""
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
