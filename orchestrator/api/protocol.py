@@ -80,7 +80,7 @@ class Protocol(HttpToolsProtocol):
         self._hurry()
 
     def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def _hurry(self) -> None:
         if self._hangup is None and not self.transport.is_closing():
