@@ -27,7 +27,7 @@ from orchestrator.backoff import doubled
 from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.identity import fresh_id
 from orchestrator.jsontext import canonical_json
-from orchestrator.names import OWN_KINDS, Key, Name, TypeName
+from orchestrator.names import OWN_KINDS, Key, NewJobId, NewName, TypeName
 from orchestrator.ranking import MAX_PRIORITY, PRIORITY_NAMES
 from orchestrator.setting_values import RetryRule
 from orchestrator.settings import Settings
@@ -257,9 +257,9 @@ class JobSpec(BaseModel):
 
     type: TypeName
     payload: dict[str, Any]
-    job_id: Name | None = None
-    agent: Name = "anonymous"
-    pool_id: Annotated[Name, BeforeValidator(_default_lane)] = DEFAULT_LANE
+    job_id: NewJobId | None = None
+    agent: NewName = "anonymous"
+    pool_id: Annotated[NewName, BeforeValidator(_default_lane)] = DEFAULT_LANE
     model_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     priority: Priority = 0
     min_memory_mb: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
@@ -268,7 +268,7 @@ class JobSpec(BaseModel):
     cost_units: Annotated[float, Field(ge=0, le=100)] | None = None
     constraints: Constraints = None
     #: The workflow that runs, of which it becomes a task.
-    workflow_id: Name | None = None
+    workflow_id: NewName | None = None
     expected_duration_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     earliest_start_at: Moment | None = None
     deadline_at: Moment | None = None

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from orchestrator.errors import InvalidInput
-from orchestrator.names import Name, is_name
+from orchestrator.names import Name, is_dots, is_name
 from orchestrator.triggers import check_template
 from orchestrator.wording import first_wrong
 
@@ -219,6 +219,14 @@ def named(scope: Scope, name: str) -> str:
     if scope is Scope.TRIGGER and not is_name(name):
         raise InvalidInput("trigger: a name is at most 128 of A-Z a-z 0-9 . _ : -", "trigger")
     return name
+
+
+def new_name(scope: Scope, name: str) -> str:
+    """The name that a policy may be given: none of dots alone, between slashes either. Raises InvalidInput."""
+    if any(map(is_dots, name.split("/"))):
+        field = "key" if scope is Scope.CONCURRENCY else scope.value
+        raise InvalidInput(f"{field}: cannot be made of dots alone, which a path would take for the way up", field)
+    return named(scope, name)
 
 
 def parse(scope: Scope, body: object) -> Document:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from orchestrator.jsontext import canonical_json
-from orchestrator.names import Name, TypeName
+from orchestrator.names import NewName, TypeName
 
 #: Characters and levels of what operators may note with a pool.
 MAX_METADATA, METADATA_DEPTH = 65_536, 16
@@ -75,7 +75,7 @@ class PoolSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    pool_id: Name | None = None
+    pool_id: NewName | None = None
     agent_name: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     #: The job type whose handler every slot loads before its first job; absent: handlers load when a job needs them.
     type: TypeName | None = None

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from orchestrator.names import Name
+from orchestrator.names import NewName
 from orchestrator.setting_values import (
     Bytes,
     Count,
@@ -111,8 +111,8 @@ class Settings(BaseModel):
     worker_heartbeat_s: Seconds = _is(2.0, "at most this long between two signs of life of a worker")
     worker_slots: UpTo512 = _is(4, "jobs that one worker runs at the same time")
     worker_grace_s: SecondsOrZero = _is(5.0, "time running jobs get at SIGTERM before they are handed back")
-    worker_pool: Name | None = _is(None, "pool whose lane the worker serves; absent: the default lane")
-    node_id: Name | None = _is(None, "name of this machine among the nodes; absent: its host name")
+    worker_pool: NewName | None = _is(None, "pool whose lane the worker serves; absent: the default lane")
+    node_id: NewName | None = _is(None, "name of this machine among the nodes; absent: its host name")
     worker_handlers: Modules = _is((), "modules that hold handlers; comma separated in the environment")
     gpu_backend: GpuBackend = _is(
         "auto", "auto (nvml if it is installed), nvml, none, or simulated GPUs as sim:NxMB[,NxMB]"
@@ -155,7 +155,7 @@ class Settings(BaseModel):
     retention_audit_s: SecondsOrZero = _is(7_776_000.0, "rows of the audit are kept this long (90 days); 0: for ever")
     retention_interval_s: Seconds = _is(60.0, "how often the leader looks for what need not be kept any more")
     kubernetes_url: HttpUrl = _is("https://kubernetes.default.svc", "where pools of the provider kubernetes are scaled")
-    kubernetes_namespace: Name = _is(
+    kubernetes_namespace: NewName = _is(
         "default", "namespace of pod_name, and of Deployments unless a pool says otherwise"
     )
     pod_name: PodName | None = _is(

@@ -20,7 +20,7 @@ from orchestrator.errors import InvalidInput, PayloadTooLarge
 from orchestrator.identity import fresh_id
 from orchestrator.jobs import Moment, NewJob, Status, as_utc, readable
 from orchestrator.jsontext import canonical_json
-from orchestrator.names import MAX_NAME, PATTERN, Name
+from orchestrator.names import MAX_NAME, NEW_PATTERN, NewName
 from orchestrator.settings import Settings
 
 #: Characters of a workflow's name: with the name of a task it is the id of a job.
@@ -33,7 +33,7 @@ _NOT_OF_TASKS = {
     "workflow_id": "is that of the workflow; leave it out",
 }
 
-WorkflowId = Annotated[str, Field(pattern=PATTERN, max_length=MAX_ID)]
+WorkflowId = Annotated[str, Field(pattern=NEW_PATTERN, max_length=MAX_ID)]
 
 
 class FlowStatus(StrEnum):
@@ -71,7 +71,7 @@ class WorkflowBody(BaseModel):
     workflow_id: WorkflowId | None = None
     name: Annotated[str, Field(min_length=1, max_length=255)] | None = None
     #: Whose it is, and of all tasks that do not say so themselves.
-    agent: Name = "anonymous"
+    agent: NewName = "anonymous"
     max_runtime_sec: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     deadline_at: Moment | None = None
 
@@ -81,8 +81,8 @@ class _Task(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
-    name: Name
-    depends_on: Annotated[list[Name], Field(default_factory=list, max_length=1000)]
+    name: NewName
+    depends_on: Annotated[list[NewName], Field(default_factory=list, max_length=1000)]
     critical: bool = True
 
 

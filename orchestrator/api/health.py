@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -29,7 +30,8 @@ async def livez() -> Json:
 @router.get("/readyz")
 async def readyz(api: Api) -> Json:
     """Whether to send requests here. Submits need only the database; without Redis, jobs wait."""
-    database, redis = await _ask(api.probes.database), await _ask(api.probes.redis)
+    database_of, redis_of = _ask(api.probes.database), _ask(api.probes.redis)
+    database, redis = await asyncio.gather(database_of, redis_of)
     if isinstance(database, Unavailable):
         return Json({"status": "unready", "reasons": [f"database: {database}"]}, 503)
     return Json({"status": "ready", "degraded": [f"redis: {redis}"] if isinstance(redis, Unavailable) else redis})
@@ -42,12 +44,10 @@ async def health(api: Api) -> Json:
     `stale_jobs` are owned by workers that are dead, or silent for `worker_timeout_s`: a leader takes them back within
     moments. Some thousand owned jobs are looked at. Null: unknown.
     """
-    term, redis, pools, stale = (
-        await _ask(api.probes.database),
-        await _ask(api.probes.redis),
-        await _ask(api.probes.workers),
-        await _ask(api.probes.stale_jobs),
-    )
+    probes = api.probes
+    term_of, redis_of = _ask(probes.database), _ask(probes.redis)
+    pools_of, stale_of = _ask(probes.workers), _ask(probes.stale_jobs)
+    term, redis, pools, stale = await asyncio.gather(term_of, redis_of, pools_of, stale_of)
     down = isinstance(term, Unavailable)
     fine = not isinstance(term, Unavailable) and term.alive and redis == [] and stale == 0
     body: dict[str, Any] = {

@@ -12,7 +12,7 @@ from orchestrator.api.body import documented, read_model
 from orchestrator.api.replies import Json
 from orchestrator.errors import InvalidInput
 from orchestrator.leases import Denied, Granted, LeaseRequest
-from orchestrator.names import Name
+from orchestrator.names import NewName
 from orchestrator.settings import Settings
 from orchestrator.store import lease_reads, leases
 
@@ -32,12 +32,12 @@ class PageQuery(BaseModel):
 class LeaseBody(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    agent: Name
+    agent: NewName
     min_memory_mb: Annotated[int, Field(ge=1, le=2**31 - 1)]
     ttl_seconds: Annotated[float, Field(gt=0)] | None = None
     gpu_count: Annotated[int, Field(ge=1, le=64)] = 1
     cpu_fallback: bool = False
-    node_id: Name | None = None
+    node_id: NewName | None = None
     #: The process on that node that will use the memory, with all it starts.
     pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
     model_id: Annotated[str, Field(min_length=1, max_length=255)] | None = None

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from orchestrator.api.backend import Api, Backend
 from orchestrator.api.body import documented, read_json, read_model
 from orchestrator.api.replies import Json, page_of
-from orchestrator.policies import DOCUMENTS, EVERYWHERE, MAX_KEY, Scope, named, parse
+from orchestrator.policies import DOCUMENTS, EVERYWHERE, MAX_KEY, Scope, named, new_name, parse
 from orchestrator.store import policies
 from orchestrator.triggers import MAX_TEMPLATE
 
@@ -50,7 +50,7 @@ async def _get(api: Backend, scope: Scope, name: str) -> Json:
 
 async def _put(request: Request, api: Backend, scope: Scope, name: str) -> Json:
     document = parse(scope, await read_json(request, BODY_LIMIT))
-    version = await api.write(lambda conn: policies.put(conn, scope, named(scope, name), document))
+    version = await api.write(lambda conn: policies.put(conn, scope, new_name(scope, name), document))
     api.policies_changed()
     return Json(_told(scope, name, version, document.model_dump(exclude_unset=True)))
 

@@ -23,6 +23,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator import errors
@@ -95,7 +96,7 @@ STATUS: dict[type[OrchestratorError], int] = {
     errors.Unavailable: 503,
 }
 #: Codes of the statuses that the framework itself answers with.
-FRAMEWORK_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed"}
+FRAMEWORK_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 431: "headers_too_large"}
 #: What a client reads instead of our own message, which may name servers and statements.
 PUBLIC_DETAILS = {
     "internal_error": "something broke here that should not; the log of the server has the trace",
@@ -216,6 +217,8 @@ class Unexpected:
 
         try:
             await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            log.debug("client left before its request was whole", extra={"method": scope.get("method")})
         except Exception:
             if started:
                 raise

@@ -15,7 +15,7 @@ from orchestrator.api.submit import ENVELOPE, submitting
 from orchestrator.errors import InvalidInput
 from orchestrator.jobs import Status
 from orchestrator.jsontext import ESCAPED
-from orchestrator.names import Name
+from orchestrator.names import Name, is_dots
 from orchestrator.schedules import MAX_ID, ScheduleSpec, fire_id, recurring_job
 from orchestrator.store import schedules
 from orchestrator.store.dialect import clock
@@ -49,6 +49,10 @@ async def put(request: Request, api: Api, schedule_id: ScheduleId) -> Json:
     """201: made. 200: changed, or there already. Its job is checked as a submit; another rhythm begins now."""
     if len(schedule_id) > MAX_ID:
         raise InvalidInput(f"schedule_id: longer than {MAX_ID} characters", "schedule_id")
+    if is_dots(schedule_id):
+        raise InvalidInput(
+            "schedule_id: cannot be made of dots alone, which a path would take for the way up", "schedule_id"
+        )
     body = await read_json(request, ENVELOPE + ESCAPED * api.settings.payload_max_bytes)
     spec = ScheduleSpec.parse(body, api.settings.payload_max_bytes, api.settings.payload_max_depth)
 

@@ -14,13 +14,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from orchestrator.api.app import create_app
-from orchestrator.api.problems import FRAMEWORK_CODES, problem, reply
+from orchestrator.api.protocol import Protocol
 from orchestrator.daemon import Orchestrator
 from orchestrator.errors import ConfigError
 from orchestrator.setting_values import WHY_LOOPBACK
@@ -72,16 +72,6 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Protocol(HttpToolsProtocol):
-    """HTTP as uvicorn reads it; what cannot be read is answered like every other error."""
-
-    def send_400_response(self, msg: str) -> None:
-        answer = reply(problem(400, FRAMEWORK_CODES[400], msg), {"Connection": "close"})
-        fields = b"".join(b"%s: %s\r\n" % field for field in answer.raw_headers)
-        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%s\r\n%s" % (fields, bytes(answer.body)))
-        self.transport.close()
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket that is bound already. `should_exit = True` ends it from another thread."""
 
@@ -121,6 +111,10 @@ class HttpServer(uvicorn.Server):
             self._stopping()
         self._app.state.backend.stop_waiting()
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second one changes nothing: uvicorn would break off what is about to end anyway, and log the pieces."""
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from orchestrator.api.replies import Json
 from orchestrator.errors import InvalidInput
 from orchestrator.identity import process_id
 from orchestrator.jobs import DEFAULT_LANE
-from orchestrator.names import Name, TypeName
+from orchestrator.names import Name, NewName, TypeName
 from orchestrator.store import registry, worker_reads
 from orchestrator.store.nodes import NO_NODE, Worker
 from orchestrator.store.registry import Told
@@ -40,10 +40,10 @@ class _Body(BaseModel):
 class RegisterBody(_Body):
     slots: Annotated[int, Field(ge=1, le=1024)]
     types: Annotated[list[TypeName], Field(min_length=1, max_length=256)]
-    worker_id: Name | None = None
-    node_id: Name | None = None
-    pool_id: Name = DEFAULT_LANE
-    hostname: Name = "http"
+    worker_id: NewName | None = None
+    node_id: NewName | None = None
+    pool_id: NewName = DEFAULT_LANE
+    hostname: NewName = "http"
     #: The process on that node that uses the memory of its leases, with all it starts.
     pid: Annotated[int, Field(ge=1, le=2**22)] | None = None
     version: Annotated[str, Field(min_length=1, max_length=64)] | None = None

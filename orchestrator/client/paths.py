@@ -6,6 +6,8 @@ import os
 from urllib.parse import quote
 
 from orchestrator.client.wire import encodable
+from orchestrator.errors import InvalidInput
+from orchestrator.names import NO_JOBS, is_dots
 
 DEFAULT_URL = "http://127.0.0.1:8008"
 #: Names the server for those who give no URL.
@@ -17,6 +19,9 @@ def default_url() -> str:
 
 
 def job_path(job_id: str, *more: str) -> str:
+    """Raises InvalidInput where something else than a job would answer."""
+    if job_id in NO_JOBS and not more:
+        raise InvalidInput(f"no job has the id {job_id!r}: GET /jobs/{job_id} is something else", "job_id")
     return "/".join(["/jobs", _segment(job_id), *more])
 
 
@@ -51,4 +56,5 @@ def policy_path(scope: str, name: str | None, *more: str) -> str:
 
 
 def _segment(name: str) -> str:
-    return quote(encodable(name), safe="")
+    # Dots alone would be taken for the way up before they are sent.
+    return quote(encodable(name), safe="") if not is_dots(name) else "%2E" * len(name)

@@ -12,6 +12,7 @@ from orchestrator.store.database import Database
 from tests.api.conftest import Running
 from tests.fetching import refused
 from tests.servers import MariaDB
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.embedded_too
 
@@ -281,3 +282,14 @@ def test_a_payload_that_the_database_does_not_take_is_refused_with_what_to_do(
             answer = api.post("/jobs/submit", {"type": "echo", "payload": {"text": "\n" * 400_000}})
             assert "raise its max_allowed_packet" in refused(answer, 413, "payload_too_large")
         api.submit()
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(maria_api: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    url = maria_api.http.base_url
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        connection.sendall(b"POST /jobs/submit HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        connection.sendall(b'Content-Length: 100\r\n\r\n{"type":')
+    told = "client left before its request was whole"
+    wait_until(lambda: any(record.message == told for record in caplog.records), what="it was seen")
+    assert [record.message for record in caplog.records if record.levelname in {"WARNING", "ERROR"}] == []

@@ -2,6 +2,7 @@
 
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.embedded_too
 
 PREFIX = "gpu_orchestrator_"
+PROBES = ["database", "redis", "workers", "stale_jobs"]
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +156,31 @@ def test_an_evicting_redis_is_reported(api: Running, redis_server: Redis) -> Non
             assert api.get("/health").json()["status"] == "degraded"
         finally:
             client.config_set("maxmemory-policy", "noeviction")
+
+
+@pytest.mark.parametrize(("path", "asked"), [("/readyz", ["database", "redis"]), ("/health", PROBES)])
+def test_servers_are_asked_side_by_side(
+    maria_api: Running, monkeypatch: pytest.MonkeyPatch, path: str, asked: list[str]
+) -> None:
+    together = threading.Barrier(len(asked))
+    for name in asked:
+        before = getattr(maria_api.backend.probes, name)._ask
+
+        def ask(before: Callable[[], Any] = before) -> Any:
+            together.wait(15)
+            return before()
+
+        monkeypatch.setattr(maria_api.backend.probes, name, probes.Probe(ask, limit_s=30.0))
+    assert maria_api.get(path).status_code == 200
+    assert not together.broken
+
+
+def test_a_second_signal_ends_it_as_cleanly_as_one(maria_api: Running, caplog: pytest.LogCaptureFixture) -> None:
+    maria_api.get("/livez")  # a connection that waits for the next request
+    for _ in range(2):
+        maria_api.server.handle_exit(signal.SIGINT, None)
+    wait_until(lambda: not any(thread.name == "http" for thread in threading.enumerate()), what="it has ended")
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_a_frozen_server_costs_one_thread_and_bounded_time(maria_api: Running, monkeypatch: pytest.MonkeyPatch) -> None:

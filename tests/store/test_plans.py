@@ -499,7 +499,7 @@ def test_a_look_for_work_reads_no_more_rows_for_500_lanes_that_nobody_uses(crowd
 
 def test_lanes_with_work_are_those_that_are_served_and_a_few_others_at_a_time(crowded):
     staffed = {worker.pool_id for worker in rows(crowded.db, schema.workers) if worker.status in schema.LIVE_WORKERS}
-    assert crowded.db.read(lanes.served) == sorted(staffed) and "p" in staffed
+    assert crowded.db.read(lanes.served) == sorted(staffed) and "pool-0" in staffed
     assert crowded.db.read(lambda conn: lanes.served(conn, Queued.READY)) == ["default"]
     assert crowded.db.read(lambda conn: lanes.some(conn, "", Queued.READY)) == (["default"], "")
     assert crowded.db.read(lambda conn: lanes.waiting(conn, ["default", "idle"], Queued.READY)) == ["default"]
