@@ -9,6 +9,7 @@ from orchestrator.cli.options import as_json, with_settings
 from orchestrator.cli.output import print_json, print_record
 from orchestrator.cli.schema import opened, require_schema
 from orchestrator.config import Loaded
+from orchestrator.embedded.directory import beside_holder, require_redis_of_holder
 from orchestrator.identity import instance_id
 from orchestrator.leader import duties, term
 from orchestrator.leader.duties import DUTIES, DutyContext
@@ -44,15 +45,17 @@ def leader(loaded: Loaded, *, as_json: bool) -> None:
 @as_json
 def duty(loaded: Loaded, name: str, *, once: bool, as_json: bool) -> None:
     """Do one of the leader's duties now, in the leader's term or, when nobody leads, in a short one."""
-    found = duties.find(name)
-    hub = Hub(loaded.settings)
-    with opened(loaded.settings) as db:
+    found, settings = duties.find(name), beside_holder(loaded)
+    require_redis_of_holder(settings)
+    hub = Hub(settings)
+    with opened(settings) as db:
         require_schema(db)
-        publisher = Publisher(db, hub, loaded.settings)
+        publisher = Publisher(db, hub, settings)
         with actors.acting(actors.of_user()):
-            mine = term.borrow(db, loaded.settings, instance_id())
+            mine = term.borrow(db, settings, instance_id())
+        # Before it runs: one that breaks half-way has changed something, too.
         db.write(lambda conn: audit.record(conn, [audit.Event("duty.run", actor=mine.actor, details={"duty": name})]))
-        count = found.run(DutyContext(mine, hub, publisher, loaded.settings))
+        count = found.run(DutyContext(mine, hub, publisher, settings))
     hub.close()
     if as_json:
         print_json({"duty": name, "count": count, "epoch": mine.epoch})

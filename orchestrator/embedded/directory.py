@@ -8,6 +8,7 @@ import shlex
 import time
 from pathlib import Path
 
+from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, database_file
 from orchestrator.store.dialect import file_of
@@ -52,6 +53,16 @@ def redis_address(password: str, port: int | str) -> str:
 def running_redis(path: Path) -> str | None:
     """The address of the server of a `gpuorch dev` that runs on this directory, and is ours to read; None without."""
     return _address(path) if _holder(path) else None
+
+
+def beside_holder(loaded: Loaded) -> Settings:
+    """With the Redis of the `gpuorch dev` whose data we look at, if one runs: that has another address at each start.
+
+    Whoever names a server means it.
+    """
+    ours = loaded.nobody_gave("database_url", "redis_url")
+    url = running_redis(loaded.settings.data_dir) if ours else None
+    return loaded.settings.model_copy(update={"redis_url": url} if url else {})
 
 
 def require_redis_of_holder(settings: Settings) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,12 +33,13 @@ from orchestrator.cli.versions import Version
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
 from orchestrator.embedded.directory import DataDir
+from orchestrator.embedded.valkey import Valkey
 from orchestrator.errors import ConfigError, OrchestratorError, RedisUnavailable
 from orchestrator.jobs import JobSpec
 from orchestrator.schedules import NOT_RECURRING
 from orchestrator.settings import Settings
 from orchestrator.store import revisions, schema
-from tests.factories import rows
+from tests.factories import rows, submit
 from tests.receiver import receiving
 from tests.waiting import wait_until
 from worker.answers import trace
@@ -435,6 +436,27 @@ def test_a_duty_by_hand(valkey_server, capsys):
     capsys.readouterr()
     assert run(["duty", "reclaim", "--once", "--json", "--redis-url", valkey_server.url]) == 0
     assert json.loads(capsys.readouterr().out) == {"duty": "reclaim", "count": 0, "epoch": 1}
+
+
+def test_a_duty_beside_a_running_dev_is_done_in_its_redis(capsys, monkeypatch):
+    monkeypatch.setenv("ORCH_DATA_DIR", "elsewhere")
+    run(["migrate"])
+    publish, database_url = ["duty", "publish", "--once"], "sqlite:///elsewhere/orchestrator.db"
+    refused = [*publish, "--redis-url", "redis://127.0.0.1:1/0"]
+    with opened(Settings(database_url=database_url)) as db, closing(DataDir(Path("elsewhere"))) as held:
+        valkey = Valkey(held)
+        valkey.start()
+        submit(db)
+        for arguments in (refused, [*publish, "--database-url", database_url]):
+            assert run(arguments) == 1
+            assert f"data_dir elsewhere is in use by process {os.getpid()};" in capsys.readouterr().err
+        assert run(publish) == 0, capsys.readouterr()
+        assert "publish: 1 done" in capsys.readouterr().out
+        valkey.stop()
+        submit(db)
+        told = [row.event_type for row in rows(db, schema.audit)]
+    assert told.count("duty.run") == 1, "what is refused did not run"
+    assert run(refused) == 3, "nobody holds it: who names a Redis means it"
 
 
 def test_what_a_command_changes_by_itself_names_its_user(valkey_server, capsys, monkeypatch):
