@@ -28,7 +28,7 @@ class DataDir:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.fd = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"data_dir {path}: {error.strerror}; choose another one") from None
+            raise unusable(path, error) from None
         self._take()
 
     def _take(self) -> None:
@@ -39,11 +39,21 @@ class DataDir:
                 os.close(self.fd)
                 raise _in_use(self.path, holder)
             time.sleep(0.05)
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self.fd)
+            raise unusable(self.path, error) from None
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """Told with the file in it that the system refused, where it says which."""
+    file = f"{Path(error.filename).name}: " if error.filename and Path(error.filename) != path else ""
+    return ConfigError(f"data_dir {path}: {file}{error.strerror}; mend that, or choose another one")
 
 
 def redis_address(password: str, port: int | str) -> str:
