@@ -10,9 +10,10 @@ from orchestrator.cli.output import print_json, print_record
 from orchestrator.cli.schema import opened, require_schema
 from orchestrator.config import Loaded
 from orchestrator.embedded.directory import beside_holder, require_redis_of_holder
+from orchestrator.errors import UnknownDuty
 from orchestrator.identity import instance_id
 from orchestrator.leader import duties, term
-from orchestrator.leader.duties import DUTIES, DutyContext
+from orchestrator.leader.duties import DUTIES, Duty, DutyContext
 from orchestrator.publisher import Publisher
 from orchestrator.store import audit, leadership
 from orchestrator.stream.hub import Hub
@@ -45,7 +46,7 @@ def leader(loaded: Loaded, *, as_json: bool) -> None:
 @as_json
 def duty(loaded: Loaded, name: str, *, once: bool, as_json: bool) -> None:
     """Do one of the leader's duties now, in the leader's term or, when nobody leads, in a short one."""
-    found, settings = duties.find(name), beside_holder(loaded)
+    found, settings = _known(name), beside_holder(loaded)
     require_redis_of_holder(settings)
     hub = Hub(settings)
     with opened(settings) as db:
@@ -61,3 +62,10 @@ def duty(loaded: Loaded, name: str, *, once: bool, as_json: bool) -> None:
         print_json({"duty": name, "count": count, "epoch": mine.epoch})
     else:
         click.echo(f"{name}: {count} done (epoch {mine.epoch})")
+
+
+def _known(name: str) -> Duty:
+    try:
+        return duties.find(name)
+    except UnknownDuty as unknown:
+        raise click.UsageError(str(unknown), click.get_current_context()) from None

@@ -281,9 +281,27 @@ def test_check_config_lists_every_problem(capsys, monkeypatch):
     assert "hunter2" not in errors
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (["--port", "65536"], {"ORCH_PORT": "65536"}),
+        (["--workers", "0"], {"ORCH_WORKER_SLOTS": "0"}),
+        (["--gpus", "abc"], {"ORCH_GPU_BACKEND": "abc"}),
+    ],
+)
+def test_a_value_that_a_flag_may_not_have_is_wrong_usage(flags, variables, capsys, monkeypatch):
+    assert run(["dev", *flags]) == 2
+    told = capsys.readouterr().err
+    assert "(flag)" in told and "gpuorch dev --help" in told
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run(["dev"]) == 1, "the operator's, not the caller's"
+    assert "(environment ORCH_" in capsys.readouterr().err
+
+
 def test_serve_refuses_a_network(tmp_path, capsys):
     """There are no keys yet."""
-    assert run(["serve", "--host", "0.0.0.0"]) == 1  # noqa: S104 - to refuse it
+    assert run(["serve", "--host", "0.0.0.0"]) == 2  # noqa: S104 - to refuse it
     told = capsys.readouterr().err
     assert "host" in told and "loopback" in told and "no authentication yet" in told and "Traceback" not in told
     assert list(tmp_path.iterdir()) == []
@@ -426,7 +444,7 @@ def test_a_database_that_is_away_is_3_and_keeps_its_password(capsys):
 
 def test_unknown_duty_names_those_there_are(capsys):
     run(["migrate"])
-    assert run(["duty", "dance", "--once"]) == 1
+    assert run(["duty", "dance", "--once"]) == 2
     assert "reclaim" in capsys.readouterr().err
 
 
@@ -747,6 +765,13 @@ def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
     assert run(["jobs", "submit", "echo", "--url", server.url]) == 1
     assert capsys.readouterr().err == "gpuorch: 409 job_conflict: use a new job_id\n"
     assert run(["gpus", "--url", server.url]) == 1
+    assert "is this a gpuorch server?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"ok"', b"hello"])
+def test_what_answers_otherwise_is_no_server_of_ours(server, body, capsys):
+    server.answers = [(200, body)]
+    assert run(["jobs", "list", "--url", server.url]) == 1
     assert "is this a gpuorch server?" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def cluster(
     mortal: MariaDB, redis_server: Redis, settings: Callable[..., Settings], tmp_path: Path
 ) -> Iterator[Cluster]:
     redis_server.flush()
-    given = {"database_url": mortal.create_database("leaving"), "redis_url": redis_server.url}
+    given: dict[str, Any] = {"database_url": mortal.create_database("leaving"), "redis_url": redis_server.url}
     # As long as by default: what waits for it several times over takes much longer than it should.
     given |= {"db_timeout_s": 10.0, "worker_grace_s": 1.0, "worker_timeout_s": 20.0}
     ours = settings(**given, data_dir=tmp_path, worker_slots=1, gpu_backend="none")
