@@ -162,7 +162,8 @@ class Restarter:
             process = self._process
         if process is not None:
             end(process, self._grace_s)
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def _keep(self) -> None:
         doublings, first = 0, True

@@ -52,6 +52,8 @@ SECRET = frozenset({"database_url", "redis_url"})
 LEASE_OVER_TIMEOUT = 1.25
 #: Seconds; more than sessions wait for a row (a second at least), so that a row which is held is no broken connection.
 SHORTEST_HEARTBEAT_LIMIT_S = 2.0
+#: Seconds, beyond the grace of its jobs, in which a worker that stops writes down what they did.
+LONGEST_CLOSING_S = 15.0
 
 # The password runs to the LAST @, so that one with a raw @ or / is masked whole; hiding a part of the host as
 # well is the cheaper mistake.
@@ -195,6 +197,14 @@ class Settings(BaseModel):
         is a third of the time that it may be silent, and this one, at most as long, leave a third to be heard in.
         """
         return min(self.db_timeout_s, max(self.worker_timeout_s / 3, SHORTEST_HEARTBEAT_LIMIT_S))
+
+    @property
+    def leave_limit_s(self) -> float:
+        """How long a worker that is told to stop takes at most, whatever its servers do: then it is gone.
+
+        Its jobs' grace, and the time to write down what they did, which is short enough for whoever kills after 30 s.
+        """
+        return self.worker_grace_s + min(4 * self.db_timeout_s, LONGEST_CLOSING_S)
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for key, value in super().__repr_args__():

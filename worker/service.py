@@ -70,7 +70,7 @@ class Service:
             if self._session is not None:
                 self._session.leave(grace_s)
 
-    def join(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float | None = None) -> bool:
         return self.over.wait(timeout_s)
 
     def _run(self) -> None:

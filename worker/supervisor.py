@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
+import os
 import signal
 import threading
 import time
@@ -66,6 +68,8 @@ class Supervisor:
         self._settings = settings
         self._id = instance_id()
         self._stop = threading.Event()
+        #: Until when jobs may run, once it is told to stop.
+        self._leave_by = math.inf
         self._drain = threading.Event()
         self._wake = threading.Event()
         #: Why it will never run anything.
@@ -88,8 +92,23 @@ class Supervisor:
         self._tag = PriceTag(settings, self._load) if settings.pod_name else None
 
     def stop(self) -> None:
+        self._leave_by = min(self._leave_by, time.monotonic() + self._settings.worker_grace_s)
         self._stop.set()
         self._wake.set()
+
+    def see_it_leave(self) -> None:
+        """Once it is told to stop, tell all posts, and end the process if it is still there after its limit.
+
+        In a thread of its own: whoever reads orders may wait for the database just then. The one limit of it all: each
+        step may wait for a server that does not answer, or for a slot that does not end, and together they would take
+        minutes. What could not be written by then, the leader finds.
+        """
+        self._stop.wait()
+        self._tell_all_to_leave()
+        time.sleep(self._settings.leave_limit_s)
+        posts = sum(not service.over.is_set() for service in self._present())
+        log.error("left without waiting longer", extra={"posts": posts})
+        os._exit(1)  # threads that wait for a server cannot be ended, and some would be waited for
 
     def drain(self) -> None:
         """Take no more jobs, and leave when the last has ended."""
@@ -100,8 +119,8 @@ class Supervisor:
         self._hopeless = why
         self.stop()
 
-    def run(self) -> bool:
-        """Whether it left all posts in order. Raises ConfigError, after that, if a module of handlers is not there."""
+    def run(self) -> None:
+        """Until all posts are left. Raises ConfigError, after that, if a module of handlers is not there."""
         self._node.start()
         if self._tag is not None:
             self._tag.start()
@@ -112,13 +131,12 @@ class Supervisor:
                 break
             self._wake.wait(self._settings.reconcile_interval_s)
             self._wake.clear()
-        in_order = self._leave()
+        self._leave()
         if self._tag is not None:
             self._tag.close()
         self._node.close()
         if self._hopeless is not None:
             raise ConfigError(self._hopeless)
-        return in_order
 
     # ── what should be ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,20 +273,19 @@ class Supervisor:
     def _new_session(self, post: Post) -> Session:
         return Session(self._node, post)
 
-    def _leave(self) -> bool:
-        """All posts at once: each has its own jobs to wait for. False when one of them took too long."""
+    def _leave(self) -> None:
+        self._tell_all_to_leave()
         for service in self._present():
-            service.leave(self._settings.worker_grace_s)
-        patience_s = self._settings.worker_grace_s + 4 * self._settings.db_timeout_s
-        deadline = time.monotonic() + patience_s
-        late = [s for s in self._present() if not s.join(max(deadline - time.monotonic(), 0.0))]
-        if late:
-            log.error("left without waiting longer", extra={"posts": len(late)})
+            service.join()
         try:
             self._give_up_node()
         except Unavailable as away:
             log.warning("left without a word", extra={"error": str(away)})
-        return not late
+
+    def _tell_all_to_leave(self) -> None:
+        """All posts at once: each has its own jobs to wait for."""
+        for service in self._present():
+            service.leave(max(self._leave_by - time.monotonic(), 0.0))
 
     def _give_up_node(self) -> None:
         """Its pools run elsewhere from now on, or by another process of this node. Raises Unavailable."""
@@ -298,13 +315,14 @@ def run(settings: Settings) -> int:
     signal.signal(signal.SIGUSR1, drain)
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    threading.Thread(target=supervisor.see_it_leave, name="leaving", daemon=True).start()
     # After that: whoever sees the name may signal.
     Path("/proc/self/comm").write_text(WORKER_PROCESS)
     try:
-        in_order = supervisor.run()
+        supervisor.run()
     except ConfigError:
         raise  # the command line tells it like all that it refuses
     except OrchestratorError as error:
         log.error("worker failed", extra={"error": str(error)})  # noqa: TRY400
         return 1
-    return 0 if in_order else 1
+    return 0

@@ -11,8 +11,8 @@ from orchestrator.children import Restarter, dying_with_parent
 from orchestrator.cli import REFUSED
 from orchestrator.settings import Settings
 
-#: Seconds beyond its own grace that a worker gets to write down what it did.
-CLOSING_S = 15.0
+#: Seconds beyond its own limit that a worker gets to be gone.
+GOING_S = 2.0
 
 
 class WorkerChild(Restarter):
@@ -22,8 +22,13 @@ class WorkerChild(Restarter):
         self, settings: Settings, path: str | None = None, on_refused: Callable[[], None] = lambda: None
     ) -> None:
         """`path`: where it finds modules beside those that are installed. `on_refused`: see Restarter."""
-        grace_s = settings.worker_grace_s + CLOSING_S
-        super().__init__("worker", lambda: spawn(settings, path), grace_s, refusal=REFUSED, on_refused=on_refused)
+        limit_s = stop_limit_s(settings)
+        super().__init__("worker", lambda: spawn(settings, path), limit_s, refusal=REFUSED, on_refused=on_refused)
+
+
+def stop_limit_s(settings: Settings) -> float:
+    """How long to wait for the end of a worker that was told to stop."""
+    return settings.leave_limit_s + GOING_S
 
 
 def spawn(settings: Settings, path: str | None = None) -> subprocess.Popen[bytes]:

@@ -80,10 +80,10 @@ def own_servers(loaded: Loaded) -> Iterator[Settings]:
         directory = DataDir(loaded.settings.data_dir)
         running.callback(directory.close)
         valkey = Valkey(directory)
-        running.callback(valkey.stop)
-        valkey.start()
         settings = _embedded(loaded, valkey.url)
         logs.configure(settings)
+        running.callback(valkey.stop)
+        valkey.start()
         with undisturbed(), opened(settings, create=True) as db:
             upgrade(db)
         yield settings

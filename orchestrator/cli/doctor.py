@@ -15,7 +15,7 @@ from orchestrator.cli.output import print_json
 from orchestrator.cli.schema import opened, packet_problem
 from orchestrator.cli.versions import Version
 from orchestrator.config import Loaded
-from orchestrator.embedded.directory import CONFIG, running_redis
+from orchestrator.embedded.directory import CONFIG, beside_holder
 from orchestrator.errors import OrchestratorError
 from orchestrator.gpu import Gpu, Health, backends
 from orchestrator.gpu.watch import Watch
@@ -57,12 +57,10 @@ def doctor(loaded: Loaded, *, as_json: bool) -> int:
 
 
 def _examined(loaded: Loaded) -> Iterator[Finding]:
-    """Beside a `gpuorch dev`, whose database is the default, its Redis: that has another address at each start."""
-    unnamed = loaded.nobody_gave("database_url", "redis_url")
-    directory = loaded.settings.data_dir
-    redis_url = running_redis(directory) if unnamed else None
-    of_dev = unnamed and not redis_url and (directory / CONFIG).exists()
-    for found in examine(loaded.settings.model_copy(update={"redis_url": redis_url} if redis_url else {})):
+    settings, directory = beside_holder(loaded), loaded.settings.data_dir
+    stayed = settings.redis_url == loaded.settings.redis_url and loaded.nobody_gave("database_url", "redis_url")
+    of_dev = stayed and (directory / CONFIG).exists()
+    for found in examine(settings):
         stopped = of_dev and found.check == "redis" and not found.ok
         yield replace(found, detail=f"{found.detail}; {DEV_STOPPED}") if stopped else found
 

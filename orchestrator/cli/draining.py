@@ -16,7 +16,7 @@ import click
 
 from orchestrator.children import end
 from orchestrator.cli import REFUSED
-from orchestrator.cli.child import CLOSING_S, spawn
+from orchestrator.cli.child import spawn, stop_limit_s
 from orchestrator.cli.output import print_json
 from orchestrator.cli.progress import Pace, Progress
 from orchestrator.cli.schema import checked, require_schema
@@ -86,7 +86,7 @@ def _worker(db: Database, settings: Settings) -> Iterator[Callable[[], bool]]:
         running.callback(leader.close)
         leader.start()
         worker = spawn(settings)
-        running.callback(end, worker, settings.worker_grace_s + CLOSING_S)
+        running.callback(end, worker, stop_limit_s(settings))
         yield lambda: worker.poll() is None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from orchestrator.config import load
+from orchestrator.config import Loaded, load
+from orchestrator.errors import ConfigError
 from orchestrator.names import is_name
 from orchestrator.settings import FIELDS
 
@@ -58,7 +59,7 @@ def with_settings(*fields: str, **renamed: str) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def call(*args: Any, config: Path | None, **kwargs: Any) -> Any:
             flags = {field: _value(field, kwargs.pop(field)) for field in names}
-            return command(load(cli=flags, config_file=config), *args, **kwargs)
+            return command(_loaded(flags, config), *args, **kwargs)
 
         flagged: Command = call
         for field, name in reversed(names.items()):
@@ -66,6 +67,18 @@ def with_settings(*fields: str, **renamed: str) -> Callable[[Command], Command]:
         return _config_option(flagged)
 
     return decorate
+
+
+def _loaded(flags: Mapping[str, object], config_file: Path | None) -> Loaded:
+    """Raises ConfigError; UsageError instead where all would be well without the flags."""
+    try:
+        return load(cli=flags, config_file=config_file)
+    except ConfigError as wrong:
+        try:
+            load(config_file=config_file)
+        except ConfigError:
+            raise wrong from None
+        raise click.UsageError(str(wrong), click.get_current_context()) from None
 
 
 class JobId(click.ParamType[str]):

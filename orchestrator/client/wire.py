@@ -54,13 +54,16 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
 
 
 def answer_of(response: httpx.Response) -> Any:
-    """Its JSON. Raises Refused."""
+    """Its JSON object. Raises Refused."""
     if not response.is_success:
         raise Refused(response)
     try:
-        return response.json()
+        answer = response.json()
     except ValueError:
         raise Refused(response) from None
+    if not isinstance(answer, dict):  # no answer of ours
+        raise Refused(response)
+    return answer
 
 
 def encodable(text: str) -> str:

@@ -8,6 +8,7 @@ import shlex
 import time
 from pathlib import Path
 
+from orchestrator.config import Loaded
 from orchestrator.errors import ConfigError
 from orchestrator.settings import Settings, database_file
 from orchestrator.store.dialect import file_of
@@ -27,7 +28,7 @@ class DataDir:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.fd = os.open(path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"data_dir {path}: {error.strerror}; choose another one") from None
+            raise unusable(path, error) from None
         self._take()
 
     def _take(self) -> None:
@@ -38,11 +39,21 @@ class DataDir:
                 os.close(self.fd)
                 raise _in_use(self.path, holder)
             time.sleep(0.05)
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self.fd)
+            raise unusable(self.path, error) from None
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """Told with the file in it that the system refused, where it says which."""
+    file = f"{Path(error.filename).name}: " if error.filename and Path(error.filename) != path else ""
+    return ConfigError(f"data_dir {path}: {file}{error.strerror}; mend that, or choose another one")
 
 
 def redis_address(password: str, port: int | str) -> str:
@@ -52,6 +63,16 @@ def redis_address(password: str, port: int | str) -> str:
 def running_redis(path: Path) -> str | None:
     """The address of the server of a `gpuorch dev` that runs on this directory, and is ours to read; None without."""
     return _address(path) if _holder(path) else None
+
+
+def beside_holder(loaded: Loaded) -> Settings:
+    """With the Redis of the `gpuorch dev` whose data we look at, if one runs: that has another address at each start.
+
+    Whoever names a server means it.
+    """
+    ours = loaded.nobody_gave("database_url", "redis_url")
+    url = running_redis(loaded.settings.data_dir) if ours else None
+    return loaded.settings.model_copy(update={"redis_url": url} if url else {})
 
 
 def require_redis_of_holder(settings: Settings) -> None:

@@ -6,6 +6,8 @@ loopback port with a password made anew for each start, so no other user of the 
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
 import socket
 import subprocess
@@ -13,16 +15,20 @@ import time
 from pathlib import Path
 
 from orchestrator.children import Restarter, dying_with_parent
-from orchestrator.embedded.directory import CONFIG, DataDir, redis_address
+from orchestrator.embedded.directory import CONFIG, DataDir, redis_address, unusable
 from orchestrator.errors import ConfigError, RedisUnavailable
 from orchestrator.settings import Settings
 from orchestrator.stream.client import connect, named_errors
+
+log = logging.getLogger(__name__)
 
 #: Seconds for the server to answer: it reads its whole log of writes first.
 START_TIMEOUT_S = 30.0
 #: Seconds between SIGTERM and SIGKILL.
 STOP_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 15
+#: How it says, in a line of its gravest kind, that it cannot go on from its log of writes.
+REFUSAL = re.compile(r" # .*(AOF|append.only)")
 #: Below the ports of outgoing connections: inside, a client that reconnects to a dead server can meet itself.
 PORTS = range(20000, 32000)
 
@@ -36,21 +42,52 @@ class Valkey:
         self._port = _free_port()
         self._password = secrets.token_hex(16)
         self._program = _binary()
-        self._child = Restarter("valkey", self._spawn, STOP_TIMEOUT_S)
+        self._child = self._new_child()
+
+    def _new_child(self) -> Restarter:
+        return Restarter("valkey", self._spawn, STOP_TIMEOUT_S)
 
     @property
     def url(self) -> str:
         return redis_address(self._password, self._port)
 
     def start(self) -> None:
-        """Return once it answers. Raises RedisUnavailable that ends with the last lines of its log."""
-        self._write_config()
+        """Return once it answers. Raises ConfigError, and RedisUnavailable that ends with the last lines of its log.
+
+        It refuses to start on writes that it cannot read again. Nobody needs them: the leader announces all jobs anew.
+        """
+        try:
+            self._write_config()
+            self.log.open("ab").close()
+        except OSError as error:
+            raise unusable(self._directory.path, error) from None
+        try:
+            self._start_child()
+        except RedisUnavailable:
+            if not self._refused_its_writes():
+                raise
+            self._put_writes_aside()
+            self._child = self._new_child()
+            self._start_child()
+
+    def _start_child(self) -> None:
         self._child.start()
         try:
             self._wait_ready()
         except BaseException:
             self.stop()
             raise
+
+    def _refused_its_writes(self) -> bool:
+        return self._writes.is_dir() and any(map(REFUSAL.search, self._last_lines()))
+
+    def _put_writes_aside(self) -> None:
+        aside = self._writes.with_name(f"{self._writes.name}.unreadable-{time.strftime('%Y%m%dT%H%M%S')}")
+        try:
+            self._writes.rename(aside)
+        except OSError as error:
+            raise unusable(self._directory.path, error) from None
+        log.warning("Valkey cannot read its writes, put aside", extra={"path": str(aside)})
 
     def stop(self) -> None:
         """In order, or by force when that takes too long. Data stays."""
@@ -59,6 +96,10 @@ class Valkey:
     @property
     def _config(self) -> Path:
         return self._directory.path.resolve() / CONFIG
+
+    @property
+    def _writes(self) -> Path:
+        return self._directory.path / "appendonlydir"
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -106,8 +147,10 @@ class Valkey:
             time.sleep(0.02)
 
     def _tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join([f"; the end of {self.log}:", *lines])
+        return "\n".join([f"; the end of {self.log}:", *self._last_lines()])
+
+    def _last_lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
 
 
 def _free_port() -> int:

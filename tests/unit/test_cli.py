@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,12 +33,13 @@ from orchestrator.cli.versions import Version
 from orchestrator.client.api import Api
 from orchestrator.client.errors import ServerUnreachable
 from orchestrator.embedded.directory import DataDir
+from orchestrator.embedded.valkey import Valkey
 from orchestrator.errors import ConfigError, OrchestratorError, RedisUnavailable
 from orchestrator.jobs import JobSpec
 from orchestrator.schedules import NOT_RECURRING
 from orchestrator.settings import Settings
 from orchestrator.store import revisions, schema
-from tests.factories import rows
+from tests.factories import rows, submit
 from tests.receiver import receiving
 from tests.waiting import wait_until
 from worker.answers import trace
@@ -280,9 +281,27 @@ def test_check_config_lists_every_problem(capsys, monkeypatch):
     assert "hunter2" not in errors
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (["--port", "65536"], {"ORCH_PORT": "65536"}),
+        (["--workers", "0"], {"ORCH_WORKER_SLOTS": "0"}),
+        (["--gpus", "abc"], {"ORCH_GPU_BACKEND": "abc"}),
+    ],
+)
+def test_a_value_that_a_flag_may_not_have_is_wrong_usage(flags, variables, capsys, monkeypatch):
+    assert run(["dev", *flags]) == 2
+    told = capsys.readouterr().err
+    assert "(flag)" in told and "gpuorch dev --help" in told
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run(["dev"]) == 1, "the operator's, not the caller's"
+    assert "(environment ORCH_" in capsys.readouterr().err
+
+
 def test_serve_refuses_a_network(tmp_path, capsys):
     """There are no keys yet."""
-    assert run(["serve", "--host", "0.0.0.0"]) == 1  # noqa: S104 - to refuse it
+    assert run(["serve", "--host", "0.0.0.0"]) == 2  # noqa: S104 - to refuse it
     told = capsys.readouterr().err
     assert "host" in told and "loopback" in told and "no authentication yet" in told and "Traceback" not in told
     assert list(tmp_path.iterdir()) == []
@@ -425,7 +444,7 @@ def test_a_database_that_is_away_is_3_and_keeps_its_password(capsys):
 
 def test_unknown_duty_names_those_there_are(capsys):
     run(["migrate"])
-    assert run(["duty", "dance", "--once"]) == 1
+    assert run(["duty", "dance", "--once"]) == 2
     assert "reclaim" in capsys.readouterr().err
 
 
@@ -435,6 +454,27 @@ def test_a_duty_by_hand(valkey_server, capsys):
     capsys.readouterr()
     assert run(["duty", "reclaim", "--once", "--json", "--redis-url", valkey_server.url]) == 0
     assert json.loads(capsys.readouterr().out) == {"duty": "reclaim", "count": 0, "epoch": 1}
+
+
+def test_a_duty_beside_a_running_dev_is_done_in_its_redis(capsys, monkeypatch):
+    monkeypatch.setenv("ORCH_DATA_DIR", "elsewhere")
+    run(["migrate"])
+    publish, database_url = ["duty", "publish", "--once"], "sqlite:///elsewhere/orchestrator.db"
+    refused = [*publish, "--redis-url", "redis://127.0.0.1:1/0"]
+    with opened(Settings(database_url=database_url)) as db, closing(DataDir(Path("elsewhere"))) as held:
+        valkey = Valkey(held)
+        valkey.start()
+        submit(db)
+        for arguments in (refused, [*publish, "--database-url", database_url]):
+            assert run(arguments) == 1
+            assert f"data_dir elsewhere is in use by process {os.getpid()};" in capsys.readouterr().err
+        assert run(publish) == 0, capsys.readouterr()
+        assert "publish: 1 done" in capsys.readouterr().out
+        valkey.stop()
+        submit(db)
+        told = [row.event_type for row in rows(db, schema.audit)]
+    assert told.count("duty.run") == 1, "what is refused did not run"
+    assert run(refused) == 3, "nobody holds it: who names a Redis means it"
 
 
 def test_what_a_command_changes_by_itself_names_its_user(valkey_server, capsys, monkeypatch):
@@ -746,6 +786,13 @@ def test_a_refusal_is_1_with_the_server_s_words(server, capsys):
     assert run(["jobs", "submit", "echo", "--url", server.url]) == 1
     assert capsys.readouterr().err == "gpuorch: 409 job_conflict: use a new job_id\n"
     assert run(["gpus", "--url", server.url]) == 1
+    assert "is this a gpuorch server?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"ok"', b"hello"])
+def test_what_answers_otherwise_is_no_server_of_ours(server, body, capsys):
+    server.answers = [(200, body)]
+    assert run(["jobs", "list", "--url", server.url]) == 1
     assert "is this a gpuorch server?" in capsys.readouterr().err
 
 

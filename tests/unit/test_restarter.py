@@ -87,3 +87,7 @@ def test_a_stop_ends_it_and_starts_no_other(keep):
     child.stop()
     assert child._process.poll() is not None and child.code is None
     assert not child._thread.is_alive()
+
+
+def test_one_that_was_never_started_stops_at_once():
+    Restarter("test", lambda: subprocess.Popen(["false"]), 5.0).stop()

@@ -37,7 +37,7 @@ class FakeService:
     def leave(self, _grace_s: float) -> None:
         self.told.append("leave")
 
-    def join(self, _timeout_s: float) -> bool:
+    def join(self) -> bool:
         assert "start" in self.told, "nobody could wait for it"
         return True
 
