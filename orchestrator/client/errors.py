@@ -72,14 +72,15 @@ class JobsRefused(OrchestratorError):
 
 
 class NotEnded(OrchestratorError, TimeoutError):
-    """`waiting` are those that go on: jobs, or a workflow."""
+    """`waiting` are those that go on: jobs, or a workflow. `why` is what keeps one, unless that passes by itself."""
 
     code = "not_ended"
 
-    def __init__(self, waiting: Sequence[str], count: int, timeout_s: float) -> None:
+    def __init__(self, waiting: Sequence[str], count: int, timeout_s: float, why: str | None = None) -> None:
         which = f"{waiting[0]!r} has" if count == 1 else f"{len(waiting)} of {count} have"
-        super().__init__(f"{which} not ended within {timeout_s:g} s; wait again, or cancel")
-        self.waiting = list(waiting)
+        reason = f": {why}" if why else ""
+        super().__init__(f"{which} not ended within {timeout_s:g} s{reason}; wait again, or cancel")
+        self.waiting, self.why = list(waiting), why
 
 
 class LeaseDenied(OrchestratorError):
