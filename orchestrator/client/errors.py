@@ -88,10 +88,10 @@ class LeaseDenied(OrchestratorError):
 
     code = "lease_denied"
 
-    def __init__(self, reason: str, waited_s: float) -> None:
-        super().__init__(
-            f"no GPU lease after {waited_s:.0f} s: {reason}. Wait longer, ask for less, or allow the CPU as a fallback"
-        )
+    def __init__(self, reason: str, waited_s: float, *, lasts: bool = False) -> None:
+        """`lasts`: waiting does not help, and the reason says what does."""
+        advice = "" if lasts else ". Wait longer, ask for less, or allow the CPU as a fallback"
+        super().__init__(f"no GPU lease after {waited_s:.0f} s: {reason}{advice}")
         self.reason = reason
 
 
