@@ -303,8 +303,10 @@ def test_doctor_beside_it_looks_at_its_servers(running):
     shown = gpuorch(running.url, "doctor", "--gpus", "none", cwd=running.log.parent)
     assert shown.returncode == 0, shown
     assert re.search(r"✓ redis: redis://:\*+@127.0.0.1:\d+/0, valkey ", shown.stdout), shown.stdout
+    assert "this node has 0; by this shell's settings; those of the `gpuorch dev` here: gpuorch gpus" in shown.stdout
     named = gpuorch(running.url, "doctor", "--redis-url", "redis://127.0.0.1:1/0", cwd=running.log.parent)
     assert named.returncode == 1 and "✗ redis: redis://127.0.0.1:1/0" in named.stdout, "who names one means it"
+    assert "by this shell's settings" not in named.stdout
 
 
 def test_a_command_of_our_own_under_a_lease(running):
