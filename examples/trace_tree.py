@@ -1,6 +1,6 @@
 """A receiver of spans for the terminal: takes OTLP over HTTP and prints each trace as a tree once it is quiet.
 
-    pip install 'gpu-orchestrator[tracing]'
+    pip install '/path/to/clone[tracing]'
     python examples/trace_tree.py --port 4318
     ORCH_OTLP_ENDPOINT=http://127.0.0.1:4318 gpuorch dev
 
@@ -9,12 +9,16 @@ For looking at a trace or two without a collector; it keeps spans in memory only
 
 import argparse
 import gzip
+import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Status
+try:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    from opentelemetry.proto.trace.v1.trace_pb2 import Status
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}; install the extra: pip install '/path/to/clone[tracing]'")
 
 #: Attributes worth a place in a line, by the name that they get there.
 SHOWN = {

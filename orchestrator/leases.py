@@ -140,6 +140,11 @@ class Denied:
     #: Idle warm models were asked to make room; their workers must hear of it.
     evicting: bool = False
 
+    @property
+    def lasts(self) -> bool:
+        """Whether asking again does not help until somebody does something. Where GPUs are known, they get free."""
+        return self.code is Reason.TOO_LARGE or (self.code is Reason.NO_GPU and not self.gpus)
+
 
 class Remains(Enum):
     """What is left on the GPU when the job under a lease is over; its worker looked."""

@@ -115,6 +115,7 @@ def _denied(answer: Denied) -> dict[str, Any]:
         "granted": False,
         "reason": answer.reason,
         "code": answer.code,
+        "lasts": answer.lasts,
         "retry_after": answer.retry_after_s,
         "gpus": [
             {"node_id": gpu.node_id, "gpu_index": gpu.gpu_index, "free_mb": max(gpu.free_mb, 0)} for gpu in answer.gpus

@@ -62,7 +62,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            hint = "stop what listens there, or choose another with --port or ORCH_PORT (0 picks a free one)"
+            other = "--port, ORCH_PORT, or PORT= of `make run` (0 picks a free one)"
+            hint = f"stop what listens there, or choose another with {other}"
             raise ConfigError(f"port {port} of {host} is taken; {hint}") from None
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
 

@@ -8,6 +8,7 @@ It stops in the opposite order, so that the worker can still write down how its 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -27,7 +28,7 @@ from orchestrator.embedded.directory import DataDir
 from orchestrator.embedded.valkey import Valkey
 from orchestrator.errors import ConfigError
 from orchestrator.modules import require_modules
-from orchestrator.settings import Settings
+from orchestrator.settings import FIELDS, Settings, variable
 from orchestrator.telemetry import logs
 
 SIMULATED = "sim:2x24576"
@@ -129,7 +130,7 @@ Submit a job, then read it and wait for its end:
     -d '{EXAMPLE}'
   curl -s '{url}/jobs/hello-1?wait=30'
 
-{_command_line(url)}
+{_command_line(url, settings)}
 
 Ctrl-C stops everything.
 """)
@@ -143,10 +144,12 @@ def _tell_of_stopping() -> None:
         click.echo("gpuorch dev stops: jobs that run may end, or are handed back …", err=True)
 
 
-def _command_line(url: str) -> str:
+def _command_line(url: str, settings: Settings) -> str:
     """What another terminal needs for `gpuorch` to be found, and to find us."""
     lines = [] if shutil.which("gpuorch") else [f'  export PATH="{Path(sys.executable).parent}:$PATH"']
     lines += [] if url == DEFAULT_URL else [f"  export {URL_VARIABLE}={url}"]
+    usual = settings.data_dir == FIELDS["data_dir"].default
+    lines += [] if usual else [f"  export {variable('data_dir')}={shlex.quote(str(settings.data_dir.resolve()))}"]
     return "\n".join(["The same on the command line, in another terminal:\n", *lines, "  gpuorch jobs get hello-1"])
 
 

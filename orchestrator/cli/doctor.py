@@ -33,6 +33,8 @@ CLOCKS_APART_S = 2.0
 GPU_LIMIT_S = 20.0
 #: Why nothing answers where a `gpuorch dev` has its data, and no server is named.
 DEV_STOPPED = "`gpuorch dev` does not run here: start it, or set ORCH_REDIS_URL"
+#: Beside one that runs: it simulates GPUs unless told otherwise, and we look for real ones.
+OTHER_GPUS = "by this shell's settings; those of the `gpuorch dev` here: gpuorch gpus"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def _examined(loaded: Loaded) -> Iterator[Finding]:
     of_dev = stayed and (directory / CONFIG).exists()
     for found in examine(settings):
         stopped = of_dev and found.check == "redis" and not found.ok
-        yield replace(found, detail=f"{found.detail}; {DEV_STOPPED}") if stopped else found
+        hint = DEV_STOPPED if stopped else OTHER_GPUS if redis_url and found.check == "gpus" else None
+        yield replace(found, detail=f"{found.detail}; {hint}") if hint else found
 
 
 def examine(settings: Settings) -> Iterator[Finding]:

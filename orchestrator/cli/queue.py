@@ -119,6 +119,10 @@ def paused(api: Api, *, as_json: bool) -> None:
         print_table(("key", *_PAUSED), answer["paused"], empty="nothing is paused")
 
 
+#: The lanes are counted by whoever lets jobs in, when it does.
+NO_GATES = "no gates that the leader looks at; queue_depth is counted at each submit: gpuorch policy get admission"
+
+
 @queue.command()
 @with_api
 @as_json
@@ -128,7 +132,7 @@ def gates(api: Api, *, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
-        print_table(("name", "closed", "reason", "looked_at"), answer["gates"], empty="no gates")
+        print_table(("name", "closed", "reason", "looked_at"), answer["gates"], empty=NO_GATES)
 
 
 @queue.command("retry-failed")

@@ -32,12 +32,12 @@ def scaler(
 ) -> None:
     """Serve KEDA's external-push protocol; what it tells comes from the orchestrator at --url.
 
-    Needs the extra `scaler`: pip install 'gpu-orchestrator[scaler]'
+    Needs the extra `scaler`: pip install '/path/to/clone[scaler]'
     """
     try:
         from orchestrator.scaler.server import Tls, serve
     except ImportError as missing:
-        raise ConfigError(f"{missing}; install the extra: pip install 'gpu-orchestrator[scaler]'") from None
+        raise ConfigError(f"{missing}; install the extra: pip install '/path/to/clone[scaler]'") from None
     if (tls_cert is None) != (tls_key is None) or (tls_ca and not tls_cert):
         raise click.UsageError("--tls-cert and --tls-key belong together, and --tls-ca to them")
     logs.configure(loaded.settings)

@@ -84,11 +84,12 @@ class Grant:
 
 @dataclass(frozen=True)
 class NotNow:
-    """`error` is what to raise when there is no time left to try again."""
+    """`error` is what to raise when there is no time left to try again; what `lasts` does not pass by itself."""
 
     reason: str
     retry_after_s: float
     error: OrchestratorError | None = None
+    lasts: bool = False
 
 
 class Asking:
@@ -98,7 +99,7 @@ class Asking:
         self, contact: Contact, wanted: Wanted, wait_s: float | None, on_wait: Callable[[str], None] | None
     ) -> None:
         self._contact, self._wanted = contact, wanted
-        self._on_wait = on_wait or _log_wait
+        self._on_wait = on_wait
         self._began = time.monotonic()
         self._deadline = float("inf") if wait_s is None else self._began + wait_s
         self._told = ""
@@ -111,8 +112,9 @@ class Asking:
                 return answer
             left = self._deadline - time.monotonic()
             if left <= 0:
-                raise answer.error or LeaseDenied(answer.reason, time.monotonic() - self._began)
-            self._tell(answer.reason)
+                waited_s = time.monotonic() - self._began
+                raise answer.error or LeaseDenied(answer.reason, waited_s, lasts=answer.lasts)
+            self._tell(answer)
             # Never earlier than told, and not all who wait at the same moment.
             yield Pause(min(left, answer.retry_after_s * random.uniform(1.0, 1.5)))
 
@@ -130,7 +132,8 @@ class Asking:
                 raise
             return NotNow(str(refused), refused.retry_after_s or RETRY_S, refused)
         if not answer["granted"]:
-            return NotNow(str(answer["reason"]), float(answer["retry_after"]))
+            lasts = bool(answer.get("lasts"))  # a server of an older version does not say
+            return NotNow(str(answer["reason"]), float(answer["retry_after"]), lasts=lasts)
         return (yield from self._in_time(_grant(answer, self._wanted.ttl_seconds, asked_at)))
 
     def _in_time(self, grant: Grant) -> Operation[Grant | NotNow]:
@@ -141,10 +144,14 @@ class Asking:
             yield Request("POST", lease_path(grant.token, "release"))
         return NotNow(f"the answer took as long as the lease lasts ({grant.ttl_s:g} s)", RETRY_S)
 
-    def _tell(self, reason: str) -> None:
-        if reason != self._told:
-            self._told = reason
-            self._on_wait(reason)
+    def _tell(self, answer: NotNow) -> None:
+        if answer.reason == self._told:
+            return
+        self._told = answer.reason
+        if self._on_wait:
+            self._on_wait(answer.reason)
+        else:  # a warning is seen also where nobody set up logging
+            log.log(logging.WARNING if answer.lasts else logging.INFO, "waiting for a GPU lease: %s", answer.reason)
 
 
 def _grant(answer: dict[str, Any], ttl_s: float, asked_at: float) -> Grant:
@@ -158,7 +165,3 @@ def _grant(answer: dict[str, Any], ttl_s: float, asked_at: float) -> Grant:
         ttl_s=ttl_s,
         asked_at=asked_at,
     )
-
-
-def _log_wait(reason: str) -> None:
-    log.info("waiting for a GPU lease: %s", reason)

@@ -72,14 +72,15 @@ class JobsRefused(OrchestratorError):
 
 
 class NotEnded(OrchestratorError, TimeoutError):
-    """`waiting` are those that go on: jobs, or a workflow."""
+    """`waiting` are those that go on: jobs, or a workflow. `why` is what keeps one, unless that passes by itself."""
 
     code = "not_ended"
 
-    def __init__(self, waiting: Sequence[str], count: int, timeout_s: float) -> None:
+    def __init__(self, waiting: Sequence[str], count: int, timeout_s: float, why: str | None = None) -> None:
         which = f"{waiting[0]!r} has" if count == 1 else f"{len(waiting)} of {count} have"
-        super().__init__(f"{which} not ended within {timeout_s:g} s; wait again, or cancel")
-        self.waiting = list(waiting)
+        reason = f": {why}" if why else ""
+        super().__init__(f"{which} not ended within {timeout_s:g} s{reason}; wait again, or cancel")
+        self.waiting, self.why = list(waiting), why
 
 
 class LeaseDenied(OrchestratorError):
@@ -87,10 +88,10 @@ class LeaseDenied(OrchestratorError):
 
     code = "lease_denied"
 
-    def __init__(self, reason: str, waited_s: float) -> None:
-        super().__init__(
-            f"no GPU lease after {waited_s:.0f} s: {reason}. Wait longer, ask for less, or allow the CPU as a fallback"
-        )
+    def __init__(self, reason: str, waited_s: float, *, lasts: bool = False) -> None:
+        """`lasts`: waiting does not help, and the reason says what does."""
+        advice = "" if lasts else ". Wait longer, ask for less, or allow the CPU as a fallback"
+        super().__init__(f"no GPU lease after {waited_s:.0f} s: {reason}{advice}")
         self.reason = reason
 
 

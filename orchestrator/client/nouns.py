@@ -34,14 +34,13 @@ from orchestrator.client.patience import Patience
 from orchestrator.client.steps import BULK_S, NOTHING, TIMEOUT_S, Emit, Emits, Operation, Pause, Request
 from orchestrator.client.submitting import PATIENCE_S, JobBody, Submitting
 from orchestrator.client.submitting import Jobs as Many
-from orchestrator.errors import JobNotFound, OrchestratorError
+from orchestrator.client.wondering import Wondering
+from orchestrator.errors import JobNotFound
 from orchestrator.jobs import TERMINAL
 from orchestrator.workflows import new_workflow_id
 
 #: Seconds of one long poll; a server allows 60 unless told otherwise, and proxies often cut at 30 to 60.
 POLL_S = 25.0
-#: Seconds after which whoever waits for a job may wonder why.
-WONDER_S = 3.0
 #: Jobs that one request asks about, and the seconds it waits where there are more: the others have their turn.
 ASK_ABOUT, TURN_S = 1000, 1.0
 #: Seconds between two looks at a workflow: the first, and at most.
@@ -138,46 +137,44 @@ class JobsOf(Polite[Door]):
         A server that restarts meanwhile is waited for, as long as the client has patience. `on_wait` is told each
         reason for which the job does not run that differs from the last, unless it passes by itself.
         """
-        deadline, told = _deadline(timeout_s), None
-        poll_s = WONDER_S if on_wait else POLL_S
+        deadline = _deadline(timeout_s)
+        wondering = Wondering(self._explain_until(deadline), on_wait)
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
-            wait_s = min(poll_s, left_s)
+            wait_s = min(POLL_S, left_s, wondering.left_s)
             job: Job = yield from self._read(job_path(job_id), {"wait": f"{wait_s:.3f}"}, wait_s, left_s)
             if job["status"] in TERMINAL:
                 return job
             if time.monotonic() >= deadline:
-                raise NotEnded([job_id], 1, timeout_s or 0.0)
-            poll_s = POLL_S
-            if on_wait and job["status"] == "pending":
-                why = yield from self._lasting_reason(job_id, deadline)
-                if why and why != told:
-                    told = why
-                    on_wait(why)
+                why = (yield from wondering.why([job_id])) if job["status"] == "pending" else None
+                raise NotEnded([job_id], 1, timeout_s or 0.0, why)
+            yield from wondering.tell([job_id])
 
-    def _lasting_reason(self, job_id: str, deadline: float) -> Operation[str | None]:
-        """Why it waits until somebody does something; None when that passes by itself, or nobody can tell now."""
-        left_s = max(deadline - time.monotonic(), 0.0)
-        try:
-            answer: Explanation = yield from self._read(job_path(job_id, "explain"), left_s=left_s)
-        except OrchestratorError:
-            return None  # what is wrong, if it stays so, the next look at the job tells
-        return answer["message"] if answer.get("lasts") else None  # a server of an older version does not say
+    def _explain_until(self, deadline: float) -> Callable[[str], Operation[Explanation]]:
+        return lambda job_id: self._read(job_path(job_id, "explain"), left_s=max(deadline - time.monotonic(), 0.0))
 
     @streaming
-    def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Emits[Job]:
+    def as_completed(
+        self,
+        job_ids: Iterable[str],
+        timeout_s: float | None = None,
+        *,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> Emits[Job]:
         """The records of these jobs as they end, each once, without payloads.
 
         One request waits for a thousand of them; where there are more they take turns. Raises JobNotFound for an id
-        that the server does not know, NotEnded when they take longer than `timeout_s`.
+        that the server does not know, NotEnded when they take longer than `timeout_s`. `on_wait` is told each reason,
+        and whose it is, for which one does not run that differs from the last, unless it passes by itself.
         """
         deadline = _deadline(timeout_s)
+        wondering = Wondering(self._explain_until(deadline), on_wait, named=True)
         waiting = dict.fromkeys(job_ids)
         count = len(waiting)
         while waiting:
             some = list(itertools.islice(waiting, ASK_ABOUT))
             left_s = max(deadline - time.monotonic(), 0.0)
-            wait_s = min(POLL_S if len(some) == len(waiting) else TURN_S, left_s)
+            wait_s = min(POLL_S if len(some) == len(waiting) else TURN_S, left_s, wondering.left_s)
             body = {"job_ids": some, "wait": round(wait_s, 3)}
             request = Request("POST", "/jobs/wait", body=body, timeout_s=TIMEOUT_S + wait_s, repeatable=True)
             answer = yield from self._ask(request, left_s)
@@ -187,7 +184,10 @@ class JobsOf(Polite[Door]):
                 del waiting[job["job_id"]]
                 yield Emit(job)
             if waiting and not answer["jobs"] and time.monotonic() >= deadline:
-                raise NotEnded(list(waiting), count, timeout_s or 0.0)
+                why = yield from wondering.why(list(waiting))
+                raise NotEnded(list(waiting), count, timeout_s or 0.0, why)
+            if waiting:
+                yield from wondering.tell(list(itertools.islice(waiting, ASK_ABOUT)))
             if not answer["more"] and len(waiting) > ASK_ABOUT:
                 for job_id in some:  # to the end of the line
                     if job_id in waiting:

@@ -12,7 +12,7 @@ from orchestrator.placement.look import LastLook, Look
 from orchestrator.placement.mix import Mix, RecentAsks, Shape
 from orchestrator.placement.policies import Policy
 from orchestrator.placement.room import Resident, evictions, reservation
-from orchestrator.placement.views import Ask, GpuView, HostView, Reason, refusal, too_large_for_all
+from orchestrator.placement.views import Ask, GpuView, HostView, Reason, refusal, too_large_for_all, where_gpus_are
 
 __all__ = [
     "Ask",
@@ -35,4 +35,5 @@ __all__ = [
     "refused_mb",
     "reservation",
     "too_large_for_all",
+    "where_gpus_are",
 ]

@@ -17,10 +17,9 @@ from itertools import islice
 from orchestrator.placement.mix import Mix
 from orchestrator.placement.node import Node, dominant
 from orchestrator.placement.policies import Choice, Policy, Scale, choose
-from orchestrator.placement.views import Ask, GpuView, HostView, Reason
+from orchestrator.placement.views import SHOWN, Ask, GpuView, HostView, Reason
 
-#: GPUs a refusal names in its text, and as evidence: enough to understand it, whatever the size of the cluster.
-SHOWN = 4
+#: GPUs a refusal names as evidence.
 MOST_EVIDENCE = 16
 
 NO_MIX = Mix()

@@ -28,6 +28,10 @@ class Reason(StrEnum):
     CONTENDED = "contended"
 
 
+#: GPUs, or nodes, that a refusal names in its text: enough to understand it, whatever the size of the cluster.
+SHOWN = 4
+
+
 class GpuView(NamedTuple):
     """A GPU as placement sees it."""
 
@@ -129,6 +133,15 @@ def too_large_for_all(ask: Ask, known: Iterable[GpuView]) -> str | None:
     if most < ask.gpu_count:
         return f"{wanted}, and no node that is known now has so many: at most {most}, on node {node}; {help_}"
     return None
+
+
+def where_gpus_are(ask: Ask, known: Iterable[GpuView]) -> str:
+    """What helps who asks where no GPU is known."""
+    nodes = sorted({gpu.node_id for gpu in known})
+    where = "there" if ask.node_id else "where GPUs are"
+    more = f" and {len(nodes) - SHOWN} more" if len(nodes) > SHOWN else ""
+    others = f"; nodes that have some: {', '.join(nodes[:SHOWN])}{more}" if nodes else ""
+    return f"a worker must run {where}, and tell of them{others}"
 
 
 def host_refusal(host: HostView, ask: Ask) -> tuple[Reason, str] | None:

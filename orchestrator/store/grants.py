@@ -22,7 +22,7 @@ from orchestrator.leases import (
     model_lease_key,
     new_token,
 )
-from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refused, too_large_for_all
+from orchestrator.placement import Ask, Cluster, Look, Mix, Placed, Reason, Refused, too_large_for_all, where_gpus_are
 from orchestrator.store import audit, gpus, leases, residency
 from orchestrator.store.database import Database, Waiting
 from orchestrator.store.dialect import utc_now
@@ -190,6 +190,9 @@ def _denied(look: Look, ask: Ask, refused: Refused, idle: residency.IdleModels |
     # Whoever looks at one node alone knows nothing of others, which may be larger.
     if look.node_id is None and (never := too_large_for_all(ask, look.cluster.gpus(ask.node_id))):
         return Denied(never, Reason.TOO_LARGE, RETRY_AFTER_S[Reason.TOO_LARGE], refused.gpus)
+    if look.node_id is None and refused.code is Reason.NO_GPU and not refused.evidence:
+        help_ = where_gpus_are(ask, look.cluster.gpus())
+        return Denied(f"{refused.reason}: {help_}", refused.code)
     # Whatever is wrong with most GPUs: one may lack nothing but room.
     leaving = idle.make_room(look.cluster, ask) if idle else 0
     if leaving:

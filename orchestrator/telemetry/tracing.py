@@ -75,7 +75,7 @@ def answers(endpoint: str) -> bool:
 
 def require_library() -> None:
     if find_spec("opentelemetry.sdk") is None or find_spec("opentelemetry.exporter") is None:
-        raise ConfigError("otlp_endpoint is set, and tracing is not installed; pip install 'gpu-orchestrator[tracing]'")
+        raise ConfigError("otlp_endpoint is set, and tracing is not installed; pip install '/path/to/clone[tracing]'")
 
 
 def _nothing() -> None:

@@ -62,11 +62,16 @@ def test_a_refusal_says_why_and_when_to_ask_again(api: Running) -> None:
         "granted": False,
         "reason": "needs 7000 MB; node-1/0: 6000 of 7200 MB free",
         "code": "no_memory",
+        "lasts": False,
         "retry_after": 1.0,
         "gpus": [{"node_id": "node-1", "gpu_index": 0, "free_mb": 6000}],
     }
     elsewhere = api.post("/leases", WANT | {"node_id": "elsewhere"}).json()
     assert (elsewhere["granted"], elsewhere["code"], elsewhere["gpus"]) == (False, "no_gpu", [])
+    assert elsewhere["lasts"] is True
+    assert elsewhere["reason"] == (
+        "no GPU is known on node elsewhere: a worker must run there, and tell of them; nodes that have some: node-1"
+    )
 
 
 def test_a_refusal_never_shows_less_than_nothing(api: Running) -> None:
@@ -133,6 +138,7 @@ def test_more_than_any_gpu_has_is_no_matter_of_time_and_says_so(api: Running) ->
     assert (later["granted"], later["code"]) == (False, "no_memory")
     never = api.post("/leases", WANT | {"min_memory_mb": 50_000}).json()
     assert (never["granted"], never["code"], never["retry_after"]) == (False, "too_large", 10.0)
+    assert never["lasts"] is True
     assert "the largest can lease 36000 MB, on node large; ask for less, or add a node" in never["reason"]
     many = api.post("/leases", WANT | {"gpu_count": 3}).json()
     assert (many["code"], "at most 2, on node small" in many["reason"]) == ("too_large", True)

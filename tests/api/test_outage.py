@@ -161,7 +161,7 @@ def test_serve_reports_its_port_and_closes_in_order(
 def test_a_taken_port_is_a_configuration_error(settings: Callable[..., Settings], tmp_path) -> None:
     with listen("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} .* is taken; .*--port"):
+        with pytest.raises(ConfigError, match=rf"port {port} .* is taken; .*--port, ORCH_PORT, or PORT= of `make run`"):
             serve(settings(port=port, database_url=f"sqlite:///{tmp_path / 'never.db'}"))
     assert not (tmp_path / "never.db").exists()
 

@@ -26,6 +26,7 @@ from orchestrator.client import (
     nouns,
     patience,
     submitting,
+    wondering,
 )
 from orchestrator.client.operations import operation, streaming
 from orchestrator.errors import ConfigError, JobNotFound
@@ -409,6 +410,47 @@ def test_what_does_not_end_in_time_is_named(client: Any, api: Running) -> None:
     with pytest.raises(JobNotFound, match="none"):
         list(client.as_completed([ids[0], "none"]))
     assert list(client.as_completed([])) == []
+
+
+def test_who_gave_up_waiting_hears_why_the_job_waits(client: Any, api: Running) -> None:
+    job_id, other = (answer["job_id"] for answer in client.submit_many(jobs(2, pool_id="none")))
+    with pytest.raises(NotEnded, match=r"has not ended within 0.1 s: no live worker serves pool none;"):
+        client.wait(job_id, timeout_s=0.1)
+    with pytest.raises(
+        NotEnded, match=rf"2 of 2 have not ended within 0.1 s: {job_id}: no live worker serves pool none;"
+    ):
+        list(client.as_completed([job_id, other], timeout_s=0.1))
+    runs = client.submit(JOB)["job_id"]
+    hire(api.db).claim(runs)
+    with pytest.raises(NotEnded, match=r"has not ended within 0.1 s; wait again, or cancel"):
+        client.wait(runs, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("what", ["wait", "as_completed"])
+def test_whoever_waits_is_told_why_once(what: str, client: Any, api: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wondering, "WONDER_S", 0.05)
+    monkeypatch.setattr(wondering, "AGAIN_S", 0.05)
+    job_id = client.submit(JOB | {"pool_id": "none"})["job_id"]
+    told: list[str] = []
+    with pytest.raises(NotEnded):
+        if what == "wait":
+            client.wait(job_id, timeout_s=1.0, on_wait=told.append)
+        else:
+            list(client.as_completed([job_id], timeout_s=1.0, on_wait=told.append))
+    assert len(told) == 1 and "no live worker serves pool none" in told[0]
+
+
+def test_of_many_that_run_the_one_that_waits_is_told(
+    client: Any, api: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wondering, "WONDER_S", 0.05)
+    running = client.submit(JOB)["job_id"]
+    hire(api.db).claim(running)
+    stuck = client.submit(JOB | {"pool_id": "none"})["job_id"]
+    told: list[str] = []
+    with pytest.raises(NotEnded, match=stuck):
+        list(client.as_completed([running, stuck], timeout_s=1.0, on_wait=told.append))
+    assert len(told) == 1 and told[0].startswith(f"{stuck}: no live worker serves pool none")
 
 
 # --- servers that fail ---

@@ -181,6 +181,16 @@ def test_denied_says_the_reason_with_its_numbers(server: Orchestrator):
     assert denied.value.code == "lease_denied"
     assert "9001" in str(denied.value) and "the largest can lease 9000 MB" in str(denied.value)
     assert "9001" in denied.value.reason
+    assert "Wait longer" not in str(denied.value)
+
+
+def test_what_waiting_does_not_mend_is_told_aloud(server: Orchestrator, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(LeaseDenied), lease(min_memory_mb=9001, wait_s=0.1):
+        pass
+    with lease(min_memory_mb=9000), pytest.raises(LeaseDenied, match="Wait longer"), lease(min_memory_mb=1, wait_s=0.1):
+        pass
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1 and "the largest can lease 9000 MB" in told[0]
 
 
 def test_a_wait_ends_in_a_lease(server: Orchestrator):

@@ -59,6 +59,8 @@ READ_ONLY = (
     "workflows list",
     "workflows show",
 )
+#: What is written like a command and is none: help, and what a server says.
+NO_COMMANDS = {"gpuorch --help", "gpuorch COMMAND --help", "gpuorch serves …"}
 
 
 def rows(name: str) -> dict[str, list[str]]:
@@ -106,6 +108,14 @@ def shell_lines(text: str) -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
+def inline_commands(text: str) -> list[str]:
+    """Those that stand in sentences. A group alone, such as `gpuorch dlq`, speaks of all its commands."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = [" ".join(command.split()) for command in re.findall(r"`(gpuorch [^`]+)`", prose)]
+    of_group = lambda command: isinstance(gpuorch.get_command(click.Context(gpuorch), command[8:]), click.Group)
+    return [command for command in found if command not in NO_COMMANDS and not of_group(command)]
+
+
 def wrong_command(line: str) -> str | None:
     """Why a line that begins with gpuorch would be refused before it does anything."""
     command: click.Command = gpuorch
@@ -116,7 +126,7 @@ def wrong_command(line: str) -> str | None:
         if found is None:
             return f"no such command: {line}"
         command, words = found, words[1:]
-    options = {name for parameter in command.params for name in parameter.opts}
+    options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     ours = words[: words.index("--")] if "--" in words else words
     unknown = [word for word in ours if word.startswith("--") and word not in options]
     return f"no option {unknown[0]}: {line}" if unknown else None
@@ -194,6 +204,8 @@ def test_links_lead_somewhere(name):
 def test_what_may_be_copied_exists(name):
     lines = shell_lines(TEXTS[name])
     wrong = [wrong_command(line) for line in lines if line.startswith("gpuorch ")]
+    if name != "CHANGELOG.md":  # it tells of commands that were
+        wrong += [wrong_command(command) for command in inline_commands(TEXTS[name])]
     wrong += [wrong_path(line) for line in lines if line.startswith("curl ")]
     assert [reason for reason in wrong if reason] == []
 
@@ -257,6 +269,11 @@ def test_a_link_that_leads_nowhere_is_seen():
 )
 def test_a_command_that_does_not_exist_is_seen(line):
     assert wrong_command(line)
+
+
+def test_a_command_in_a_sentence_is_seen():
+    text = "see `gpuorch dlq`\nand (`gpuorch jobs\nshow ID`) or\n```sh\ngpuorch x\n```\n"
+    assert [wrong_command(command) for command in inline_commands(text)] == ["no such command: gpuorch jobs show ID"]
 
 
 @pytest.mark.parametrize("path", ["/jobz", "/jobs/x/y", "/leases/t/renew"])

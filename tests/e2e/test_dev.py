@@ -235,6 +235,31 @@ def test_the_curl_lines_of_the_readme_and_those_printed_work_as_pasted(running):
         assert f'"created":{created}' in pasted.stdout and '"status":"done"' in pasted.stdout, pasted
 
 
+def blocks_of(section: str, language: str) -> list[str]:
+    """What a reader of that section of the README may paste."""
+    text = (ROOT / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def test_the_python_of_the_readme_works_as_pasted(running):
+    [program] = blocks_of("From Python", "python")
+    command = [sys.executable, "-c", program.replace("127.0.0.1:8008", f"127.0.0.1:{running.port}")]
+    pasted = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert pasted.stdout.count(" done {'text': ") == 3, pasted
+
+
+def test_the_first_handler_of_the_readme_works_as_pasted(start, tmp_path):
+    (tmp_path / "my_handlers.py").write_text(blocks_of("Handlers", "python")[0])
+    begin, submit = blocks_of("Handlers", "sh")[0].splitlines()
+    setting, _, rest = begin.partition(" ")
+    assert rest.startswith("make run ")
+    dev = start(given={**SOON, **dict([setting.split("=")])}).ready()
+    line = submit.replace("gpuorch", f"{sys.executable} -m orchestrator", 1)
+    environment = dev.environment() | {"GPUORCH_URL": dev.url}
+    pasted = subprocess.check_output(["sh", "-c", line], env=environment, text=True, timeout=PATIENCE_S)
+    assert '{"text": "HELLO"}' in pasted
+
+
 def test_a_second_one_on_the_same_data_is_refused(running):
     second = Dev(running.log.parent, free_port())
     assert second.process.wait(PATIENCE_S) == 1
@@ -278,8 +303,10 @@ def test_doctor_beside_it_looks_at_its_servers(running):
     shown = gpuorch(running.url, "doctor", "--gpus", "none", cwd=running.log.parent)
     assert shown.returncode == 0, shown
     assert re.search(r"✓ redis: redis://:\*+@127.0.0.1:\d+/0, valkey ", shown.stdout), shown.stdout
+    assert "this node has 0; by this shell's settings; those of the `gpuorch dev` here: gpuorch gpus" in shown.stdout
     named = gpuorch(running.url, "doctor", "--redis-url", "redis://127.0.0.1:1/0", cwd=running.log.parent)
     assert named.returncode == 1 and "✗ redis: redis://127.0.0.1:1/0" in named.stdout, "who names one means it"
+    assert "by this shell's settings" not in named.stdout
 
 
 def test_a_command_of_our_own_under_a_lease(running):

@@ -291,7 +291,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "grpc", None)
     assert run(["scaler"]) == 1
     said = capsys.readouterr().err
-    assert "gpu-orchestrator[scaler]" in said and "Traceback" not in said
+    assert "/path/to/clone[scaler]" in said and "Traceback" not in said
 
 
 def certificate(folder, name):

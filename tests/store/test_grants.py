@@ -195,7 +195,24 @@ def test_a_refusal_has_a_code_evidence_and_a_time_to_ask_again(db, values, code)
 
 def test_a_cluster_without_gpus_says_so(db):
     answer = ask(db)
-    assert (answer.code, answer.reason, answer.gpus) == (Reason.NO_GPU, "no GPU is known on the cluster", ())
+    assert (answer.code, answer.gpus) == (Reason.NO_GPU, ())
+    assert answer.reason == "no GPU is known on the cluster: a worker must run where GPUs are, and tell of them"
+
+
+def test_a_node_without_gpus_is_told_with_a_few_that_have_some(db):
+    for n in range(6):
+        hire(db, gpu(n), node=f"node-{n}")
+    told = "; nodes that have some: node-0, node-1, node-2, node-3 and 2 more"
+    assert ask(db, node_id="other").reason.endswith(told)
+
+
+def test_nodes_with_too_few_gpus_do_not_make_one_that_has_them_a_matter_for_people(db):
+    hire(db, gpu(0, 10_000), node="small")
+    hire(db, gpu(1, 10_000), node="smaller")
+    hire(db, gpu(2, 10_000), gpu(3, 10_000), node="large")
+    assert isinstance(ask(db, gpu_count=2, node_id="large"), Granted)
+    answer = ask(db, 8500, gpu_count=2)
+    assert (answer.code, answer.lasts, "a worker must run" in answer.reason) == (Reason.NO_GPU, False, False)
 
 
 def test_a_reservation_that_ran_out_refuses_nobody(db):

@@ -1521,6 +1521,8 @@ def test_dev_says_how_another_terminal_reaches_it_in_80_columns(monkeypatch, cap
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     announce("http://127.0.0.1:8008")
     assert "export" not in capsys.readouterr().out
+    dev._announcer(Settings(data_dir=Path("/srv/my data")))("http://127.0.0.1:8008")
+    assert "\n  export ORCH_DATA_DIR='/srv/my data'\n" in capsys.readouterr().out
 
 
 def test_dev_and_the_readme_submit_the_same_job():

@@ -1,5 +1,6 @@
 """The receiver for the terminal: spans in, trees out."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,14 @@ from orchestrator.telemetry import exporting, traceparent, tracing
 from orchestrator.telemetry.spans import Spans
 
 PROGRAM = Path(__file__).parents[2] / "examples" / "trace_tree.py"
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path):
+    (tmp_path / "opentelemetry.py").write_text("")  # a module that has nothing below it
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    found = subprocess.run([sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and "pip install '/path/to/clone[tracing]'" in found.stderr
+    assert found.stderr.count("\n") == 1
 
 
 def test_a_trace_is_printed_as_a_tree(monkeypatch):

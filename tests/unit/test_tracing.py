@@ -132,7 +132,7 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.sdk.trace
 
 def test_an_endpoint_without_the_library_is_told(monkeypatch):
     monkeypatch.setattr(tracing, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'gpu-orchestrator\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '/path/to/clone\[tracing\]'"):
         tracing.start(Settings(otlp_endpoint="http://127.0.0.1:1"), "test")
     assert tracing.spans() is None
 
