@@ -195,7 +195,11 @@ def test_a_refusal_has_a_code_evidence_and_a_time_to_ask_again(db, values, code)
 
 def test_a_cluster_without_gpus_says_so(db):
     answer = ask(db)
-    assert (answer.code, answer.reason, answer.gpus) == (Reason.NO_GPU, "no GPU is known on the cluster", ())
+    assert (answer.code, answer.reason, answer.gpus) == (
+        Reason.NO_GPU,
+        "needs 1000 MB; no GPU is known on the cluster",
+        (),
+    )
 
 
 def test_a_reservation_that_ran_out_refuses_nobody(db):
