@@ -269,7 +269,10 @@ def _no_handler(facts: Facts) -> Found:
     known = sorted({name for team in facts.teams for name in team.types})
     have = ", ".join(known[:MOST_TYPES]) + (", …" if len(known) > MOST_TYPES else "")
     found = f"no live worker of pool {lane} has a handler for type {kind!r} (they have: {have or 'none'})"
-    return Why.NO_HANDLER, f"{found}; start one that has: gpuorch worker --pool {lane} --handlers MODULE"
+    start = f"start one that has: gpuorch worker --pool {lane} --handlers MODULE"
+    # A worker of its own is refused beside that one: it has its data to itself.
+    start += " (with make run: ORCH_WORKER_HANDLERS=MODULE make run)"
+    return Why.NO_HANDLER, f"{found}; {start}"
 
 
 def _trouble(facts: Facts) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -129,6 +130,11 @@ def too_large_for_all(ask: Ask, known: Iterable[GpuView]) -> str | None:
     if most < ask.gpu_count:
         return f"{wanted}, and no node that is known now has so many: at most {most}, on node {node}; {help_}"
     return None
+
+
+def is_too_large(reason: str) -> bool:
+    """Whether it is an answer of `too_large_for_all`, which lasts, and not one of want of room now."""
+    return re.match(r"needs \d+ MB[^,;]*, (which fits no GPU|and no node) that is known now", reason) is not None
 
 
 def host_refusal(host: HostView, ask: Ask) -> tuple[Reason, str] | None:

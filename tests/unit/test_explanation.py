@@ -195,6 +195,7 @@ def test_of_two_obstacles_the_one_that_stops_it_first_is_told(first, second):
 def test_a_handler_that_nobody_has():
     answer = explain(facts(job=job(type="embed")))
     assert answer.reason is Why.NO_HANDLER and "'embed' (they have: echo)" in answer.message
+    assert "gpuorch worker --pool default --handlers MODULE (with make run: ORCH_WORKER_HANDLERS=" in answer.message
     assert answer.lasts
 
 
