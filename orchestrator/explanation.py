@@ -163,15 +163,21 @@ def explain(facts: Facts) -> Explanation:
     return Explanation(reason, message, position, _starts_in(facts, reason) if facts.slots else None)
 
 
-#: What stops it is not its own: it keeps its place meanwhile.
-_STILL_IN_LINE = frozenset(
+#: Reasons that last until somebody does something.
+_LASTING = frozenset(
     {
-        *(Why.POOL_ASLEEP, Why.NO_WORKER, Why.NO_HANDLER, Why.TROUBLE, Why.UNREAD),
-        *(Why.NO_GPU_NODE, Why.TOO_LARGE, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED),
+        Why.POOL_CLOSED,
+        Why.PAUSED,
+        Why.NO_WORKER,
+        Why.NO_HANDLER,
+        Why.TROUBLE,
+        Why.NO_GPU_NODE,
+        Why.TOO_LARGE,
+        Why.UNREAD,
     }
 )
-#: Reasons that last until somebody does something.
-_LASTING = _STILL_IN_LINE - {Why.POOL_ASLEEP, Why.NO_GPU}
+#: What stops it is not its own: it keeps its place meanwhile.
+_STILL_IN_LINE = _LASTING | {Why.POOL_ASLEEP, Why.NO_GPU}
 #: Reasons that end by themselves, with time or with the jobs before it.
 _PASSING = frozenset({Why.NEXT, Why.IN_LINE, Why.NOT_BEFORE, Why.RETRY_PAUSE, Why.DEFERRED, Why.CAP_FULL})
 
@@ -278,9 +284,7 @@ def _no_handler(facts: Facts) -> Found:
 def _trouble(facts: Facts) -> Found:
     """Heartbeats go to the database: workers that get nothing done count as alive, and say why."""
     told = [team.trouble for team in facts.able]
-    if not all(told):
-        return None
-    return Why.TROUBLE, f"no worker that could run it is well: {told[0]}"
+    return (Why.TROUBLE, f"no worker that could run it is well: {told[0]}") if all(told) else None
 
 
 def _cap_full(facts: Facts) -> Found:
