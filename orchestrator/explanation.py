@@ -25,6 +25,8 @@ MOST_GPUS = 64
 MOST_TYPES = 12
 #: From here on a moment is told by the clock: nobody counts so many seconds.
 MANY_SECONDS = 3600.0
+#: Seconds in which free slots read what is announced to them, were its entry lost and announced again too.
+UNREAD_S = 30.0
 
 
 class Why(StrEnum):
@@ -43,9 +45,12 @@ class Why(StrEnum):
     POOL_ASLEEP = "pool_asleep"
     NO_WORKER = "no_worker"
     NO_HANDLER = "no_handler"
+    TROUBLE = "trouble"
+    NO_GPU_NODE = "no_gpu_node"
     TOO_LARGE = "too_large"
     NO_GPU = "no_gpu"
     DEFERRED = "deferred"
+    UNREAD = "unread"
     NEXT = "next"
     IN_LINE = "in_line"
 
@@ -58,6 +63,10 @@ class Team:
     has_gpus: bool
     slots: int
     busy: int
+    #: Slots that should be reading the lane now.
+    idle: int = 0
+    #: Why they do not do what they should; what one of them says.
+    trouble: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,8 @@ class Facts:
     job: Mapping[str, Any]
     #: Seconds until `not_before`; 0 when that is over.
     due_in_s: float = 0.0
+    #: Seconds since it was announced; 0 when it is not.
+    announced_s: float = 0.0
     pool_state: str | None = None
     #: Why an open pool is not as it should be; and nodes that are drained, if nobody serves the lane.
     pool_reason: str | None = None
@@ -95,8 +106,9 @@ class Facts:
     #: What placement says to that now; None where the need is not its own: its pool may keep the model loaded.
     placement: Placed | Refused | None = None
     gpus: Sequence[GpuView] = ()
-    #: All GPUs of the cluster, whoever works there.
+    #: All GPUs of the cluster, whoever works there; with `may_grow`, nodes come with workers and may have others.
     known: Sequence[GpuView] = ()
+    may_grow: bool = False
     #: Idle slots that keep its model in memory.
     warm_slots: int = 0
     #: Jobs of the lane before it; with `ahead_at_least`, there may be more.
@@ -117,6 +129,10 @@ class Facts:
     @property
     def free_slots(self) -> int:
         return sum(max(team.slots - team.busy, 0) for team in self.able)
+
+    @property
+    def idle(self) -> int:
+        return sum(team.idle for team in self.able)
 
     @property
     def full_cap(self) -> Cap | None:
@@ -147,12 +163,21 @@ def explain(facts: Facts) -> Explanation:
     return Explanation(reason, message, position, _starts_in(facts, reason) if facts.slots else None)
 
 
-#: What stops it is not its own: it keeps its place meanwhile.
-_STILL_IN_LINE = frozenset(
-    {Why.POOL_ASLEEP, Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE, Why.NO_GPU, Why.PAUSED, Why.POOL_CLOSED}
-)
 #: Reasons that last until somebody does something.
-_LASTING = frozenset({Why.POOL_CLOSED, Why.PAUSED, Why.NO_WORKER, Why.NO_HANDLER, Why.TOO_LARGE})
+_LASTING = frozenset(
+    {
+        Why.POOL_CLOSED,
+        Why.PAUSED,
+        Why.NO_WORKER,
+        Why.NO_HANDLER,
+        Why.TROUBLE,
+        Why.NO_GPU_NODE,
+        Why.TOO_LARGE,
+        Why.UNREAD,
+    }
+)
+#: What stops it is not its own: it keeps its place meanwhile.
+_STILL_IN_LINE = _LASTING | {Why.POOL_ASLEEP, Why.NO_GPU}
 #: Reasons that end by themselves, with time or with the jobs before it.
 _PASSING = frozenset({Why.NEXT, Why.IN_LINE, Why.NOT_BEFORE, Why.RETRY_PAUSE, Why.DEFERRED, Why.CAP_FULL})
 
@@ -209,7 +234,7 @@ def _delayed(facts: Facts) -> Found:
     soon = _when(facts)
     if job["wait_reason"]:
         # What was true when it was put off may be so no more; what would not let it run now is told first.
-        by_now = _no_worker(facts) or _no_handler(facts) or _no_gpu(facts)
+        by_now = _no_worker(facts) or _no_handler(facts) or _trouble(facts) or _no_gpu(facts)
         return by_now or (Why.DEFERRED, f"{job['wait_reason']}; it is offered again {soon}")
     if job["attempts"]:
         failed = f"attempt {job['attempts']} of {job['max_attempts']} failed ({job['error_kind']})"
@@ -250,7 +275,16 @@ def _no_handler(facts: Facts) -> Found:
     known = sorted({name for team in facts.teams for name in team.types})
     have = ", ".join(known[:MOST_TYPES]) + (", …" if len(known) > MOST_TYPES else "")
     found = f"no live worker of pool {lane} has a handler for type {kind!r} (they have: {have or 'none'})"
-    return Why.NO_HANDLER, f"{found}; start one that has: gpuorch worker --pool {lane} --handlers MODULE"
+    start = f"start one that has: gpuorch worker --pool {lane} --handlers MODULE"
+    # A worker of its own is refused beside that one: it has its data to itself.
+    start += " (with make run: ORCH_WORKER_HANDLERS=MODULE make run)"
+    return Why.NO_HANDLER, f"{found}; {start}"
+
+
+def _trouble(facts: Facts) -> Found:
+    """Heartbeats go to the database: workers that get nothing done count as alive, and say why."""
+    told = [team.trouble for team in facts.able]
+    return (Why.TROUBLE, f"no worker that could run it is well: {told[0]}") if all(told) else None
 
 
 def _cap_full(facts: Facts) -> Found:
@@ -261,9 +295,22 @@ def _cap_full(facts: Facts) -> Found:
 def _no_gpu(facts: Facts) -> Found:
     if facts.job["cpu_fallback"] or facts.warm_slots:
         return None
-    if facts.ask and (too_large := too_large_for_all(facts.ask, facts.known)):
+    if facts.ask and not any(team.has_gpus for team in facts.able):
+        none = "no node with a worker that could run it has a GPU" if facts.known else "no node has a GPU"
+        return Why.NO_GPU_NODE, f"{none}: start a worker where there is one, or submit with --cpu-fallback"
+    if facts.ask and not facts.may_grow and (too_large := too_large_for_all(facts.ask, facts.known)):
         return Why.TOO_LARGE, too_large
     return (Why.NO_GPU, facts.placement.reason) if isinstance(facts.placement, Refused) else None
+
+
+def _unread(facts: Facts) -> Found:
+    """Those before it may keep it waiting, unless there are idle slots for them too, or none of them runs."""
+    if facts.announced_s < UNREAD_S or not facts.idle:
+        return None
+    if facts.running_s is not None and facts.ahead >= facts.idle:
+        return None
+    told = f"it was announced {facts.announced_s:.0f} s ago and read by nobody; {facts.idle} slots are idle"
+    return Why.UNREAD, f"{told}: do their workers use the same redis_url and stream_prefix (runbook redis-lost)?"
 
 
 def _in_line(facts: Facts) -> Found:
@@ -281,8 +328,10 @@ _QUESTIONS: tuple[Callable[[Facts], Found], ...] = (
     _delayed,
     _no_worker,
     _no_handler,
+    _trouble,
     _cap_full,
     _no_gpu,
+    _unread,
     _in_line,
 )
 

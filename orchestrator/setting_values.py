@@ -19,6 +19,9 @@ MAX_LABEL = 63
 MAX_BACKEND = 64
 
 
+_NO_URL = "must be a URL; write special characters of the password as %XX"
+
+
 def _split(url: str) -> SplitResult:
     # urlsplit drops tabs and newlines silently, and its own messages quote the password.
     if not url.isprintable() or " " in url:
@@ -27,7 +30,10 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise ValueError("must be a URL; write special characters of the password as %XX") from None
+        raise ValueError(_NO_URL) from None
+    # What is behind the first is the password's, whose rest would be told as the host that does not answer.
+    if "@" in parts.netloc and (parts.netloc + parts.path).count("@") > 1:
+        raise ValueError(_NO_URL)
     if port == 0:  # the libraries would take their usual one
         raise ValueError("must not name port 0; leave it out for the usual one")
     _check_host(parts.hostname or "")

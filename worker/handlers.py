@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -129,14 +130,21 @@ def handler(
     return register
 
 
-def load(modules: Iterable[str]) -> dict[str, Registered]:
-    """Import the built-in handlers, those of installed packages, and the operator's modules. Raises NotLoaded."""
+def load(modules: Iterable[str], on_silent: Callable[[str], None]) -> dict[str, Registered]:
+    """Import the built-in handlers, those of installed packages, and the operator's modules. Raises NotLoaded.
+
+    A module that registers none is told: somebody forgot the decorator, or named another module than was meant. One
+    that others had imported may have registered its own then.
+    """
     named = {point.value: f"entry point {point.name} of {ENTRY_POINTS}" for point in entry_points(group=ENTRY_POINTS)}
     for name in (BUILTIN, *named, *modules):
+        before = None if name in sys.modules else len(_registry)
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:
             raise NotLoaded(f"{named.get(name, 'worker_handlers')} = {name!r}", name, error) from error
+        if len(_registry) == before:
+            on_silent(f"{named.get(name, 'worker_handlers')} = {name!r} registers no handler")
     return dict(_registry)
 
 

@@ -46,6 +46,8 @@ class Roster:
         self._traced: str | None = None
         #: Default need in MB by job type, as the slots' handlers declare it; empty until the first slot is up.
         self.memory: dict[str, int] = {}
+        #: Modules that have no handlers, in words; known before those that have some.
+        self.silent: set[str] = set()
         #: Types whose models leave for nobody.
         self.pinned: frozenset[str] = frozenset()
         self.batching = Batching()

@@ -68,7 +68,10 @@ class Session:
         largest = max(self._slots.batching.sizes.values(), default=0)
         self._node.publisher.reaches(self._lane.name, self._slots.count * largest)
         self._node.publisher.nudge(self._lane.name)
-        log.info("worker ready", extra={"worker_id": self.worker_id, "pool_id": self._lane.name})
+        for why in sorted(self._slots.silent):
+            log.warning("module without handlers", extra={"reason": why})
+        about = {"worker_id": self.worker_id, "pool_id": self._lane.name}
+        log.info("worker ready", extra={**about, "job_types": ", ".join(sorted(self.types))})
 
     def _describe(self) -> Worker:
         return Worker(

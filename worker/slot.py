@@ -249,7 +249,7 @@ def _added(ctx: Context) -> dict[str, int]:
 def _loaded(modules: list[str], pipe: wire.Channel) -> dict[str, Registered]:
     """The handlers; the supervisor is told why there are none."""
     try:
-        return handlers.load(modules)
+        return handlers.load(modules, lambda why: pipe.send({"silent": why}))
     except NotLoaded as failed:
         if failed.missing is not None:
             pipe.send({"unfit": not_there(failed.named, failed.missing), "missing": True})

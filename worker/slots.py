@@ -237,6 +237,8 @@ class SlotPool(Roster):
             self.memory, self.pinned = head["hello"], frozenset(head["pinned"])
             self.batching = Batching.declared(head["batches"])
             self._seat(slot, head["classes"])
+        elif "silent" in head:
+            self.silent.add(str(head["silent"]))
         elif "unfit" in head:
             slot.unfit, slot.unfit_trace = str(head["unfit"]), head.get("trace")
             if head["missing"]:

@@ -146,7 +146,10 @@ class Supervisor:
             if self._drain.is_set():
                 self._give_up_node()
             # It says that this node runs its pools, too.
-            self._duties, self._node_leave_s = self._node.heart.write(self._read)
+            self._duties, leave_s = self._node.heart.write(self._read)
+            if leave_s is not None and self._node_leave_s is None:
+                log.warning("node is drained", extra={"reason": _idle_until_resumed(self._node_id)})
+            self._node_leave_s = leave_s
         except Unavailable as away:
             log.warning("orders unknown", extra={"error": str(away)})
         except Exception:
@@ -293,6 +296,10 @@ class Supervisor:
             self._db.write(lambda conn: crews.leave_node(conn, self._node_id, self._id))
             self._has_node = False
             self._node.hub.ask_for_pools(self._node_id)
+
+
+def _idle_until_resumed(node_id: str) -> str:
+    return f"no jobs are taken: gpuorch nodes resume {node_id}"
 
 
 def _duty(order: Order) -> Duty:

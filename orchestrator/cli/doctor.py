@@ -59,12 +59,12 @@ def doctor(loaded: Loaded, *, as_json: bool) -> int:
 
 
 def _examined(loaded: Loaded) -> Iterator[Finding]:
-    settings, directory = beside_holder(loaded), loaded.settings.data_dir
-    stayed = settings.redis_url == loaded.settings.redis_url and loaded.nobody_gave("database_url", "redis_url")
-    of_dev = stayed and (directory / CONFIG).exists()
+    settings, given = beside_holder(loaded), loaded.settings
+    beside_dev = settings.redis_url != given.redis_url
+    of_dev = loaded.nobody_gave("database_url", "redis_url") and (given.data_dir / CONFIG).exists()
     for found in examine(settings):
-        stopped = of_dev and found.check == "redis" and not found.ok
-        hint = DEV_STOPPED if stopped else OTHER_GPUS if redis_url and found.check == "gpus" else None
+        stopped = of_dev and not beside_dev and found.check == "redis" and not found.ok
+        hint = DEV_STOPPED if stopped else OTHER_GPUS if beside_dev and found.check == "gpus" else None
         yield replace(found, detail=f"{found.detail}; {hint}") if hint else found
 
 

@@ -84,6 +84,8 @@ def _head(look: Look, width: int) -> Iterable[str]:
     slots, busy = (sum(int(one.get(key) or 0) for one in look.alive) for key in ("slots", "busy"))
     ends = f"{look.done_rate:.1f} done/s" + (f", {look.failed_rate:.1f} failed/s" if look.failed_rate else "")
     yield f"workers {len(look.alive)} alive, {busy} of {slots} slots busy, {ends}"
+    if troubled := [one["trouble"] for one in look.alive if one.get("trouble")]:
+        yield painted(f"trouble {len(troubled)} of {len(look.alive)} workers: {printable(troubled[0])}", fg="red")
     if look.paused:
         yield painted(f"paused  {', '.join(printable(one['key']) for one in look.paused)}", fg="yellow")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -12,7 +13,7 @@ from orchestrator.cli.options import Command, as_json
 from orchestrator.cli.output import print_json, print_table
 from orchestrator.client.api import Api
 
-_LISTED = ("node_id", "workers", "slots", "running", "gpu_backend", "drain_until", "heartbeat_age_seconds")
+_LISTED = ("node_id", "state", "workers", "slots", "running", "gpu_backend", "heartbeat_age_seconds")
 
 
 @click.group()
@@ -30,12 +31,12 @@ def _which(command: Command) -> Command:
 @with_api
 @as_json
 def list_nodes(api: Api, *, as_json: bool) -> None:
-    """List nodes and what runs there; one with a DRAIN_UNTIL takes no jobs."""
+    """List nodes and what runs there; only those whose STATE is open take jobs."""
     answer = api.get("/nodes")
     if as_json:
         print_json(answer)
     else:
-        print_table(_LISTED, answer["nodes"], empty="no nodes")
+        print_table(_LISTED, [node | {"state": _state(node)} for node in answer["nodes"]], empty="no nodes")
 
 
 @nodes.command()
@@ -56,6 +57,16 @@ def drain(api: Api, *, timeout: float | None, as_json: bool, **which: Any) -> No
 def resume(api: Api, *, as_json: bool, **which: Any) -> None:
     """Let a node take jobs again."""
     _tell(api, "resume_node", _meant(**which), "told to take jobs", as_json=as_json)
+
+
+def _state(node: dict[str, Any]) -> str:
+    """Of one that drains, until when its jobs may run; a moment that is over says nothing any more."""
+    until = node.get("drain_until")
+    if until is None:
+        return "open"
+    if not node["running"]:
+        return "drained"
+    return f"draining until {until}" if datetime.fromisoformat(until) > datetime.now(UTC) else "draining"
 
 
 def _meant(*, node_id: str | None, everywhere: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from orchestrator.cli.output import print_json, print_record, print_table, print
 from orchestrator.cli.progress import Progress
 from orchestrator.client.api import Api
 from orchestrator.client.paths import pool_path
+from orchestrator.placement import is_too_large
 from orchestrator.pools import MAX_WORKERS, PoolState
 
 _LISTED = ("pool_id", "status", "desired_workers", "spawned_workers", "running", "model_id", "type", "status_reason")
@@ -75,7 +76,9 @@ def _metadata(_context: click.Context, _parameter: click.Parameter, text: str | 
 @click.option("--agent", "agent_name", help="Whose pool it is.")
 @click.option("--provider", type=click.Choice(["local", "external", "kubernetes"]), help="Who starts its workers.")
 @click.option("--metadata", callback=_metadata, metavar="JSON", help="An object that is kept with it.")
-@click.option("--wait", "waits", is_flag=True, help="Until it is running, however long; exit 1 if it is closed first.")
+@click.option(
+    "--wait", "waits", is_flag=True, help="Until it is running, however long; exit 1 if it is closed, or too large."
+)
 @click.option("--timeout", "timeout_s", type=click.FloatRange(0), help="Seconds to --wait at most; then exit 1.")
 @with_api
 @as_json
@@ -88,7 +91,9 @@ def create(api: Api, pool_id: str | None, *, waits: bool, timeout_s: float | Non
         _tell_of_waiting(pool, timeout_s)
         pool = _wait(api, pool, PoolState.STARTING, _warming, timeout_s)
     _show(pool, as_json=as_json)
-    return REFUSED if waits and pool["status"] != PoolState.RUNNING else 0
+    # Its workers may be there, and grant nothing that it was made for.
+    as_wanted = pool["status"] == PoolState.RUNNING and not is_too_large(pool.get("status_reason") or "")
+    return REFUSED if waits and not as_wanted else 0
 
 
 @pools.command("list")

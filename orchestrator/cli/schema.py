@@ -49,8 +49,8 @@ def upgrade(db: Database) -> None:
 def opened(settings: Settings, *, create: bool = False) -> Iterator[Database]:
     """Raises ConfigError when there is none, unless it may be created, or when it refuses us."""
     if not create and (missing := missing_file(settings.database_url)):
-        ways = "name another with --config or ORCH_DATABASE_URL, or start everything here: gpuorch dev"
-        raise ConfigError(f"there is no database at {missing.absolute()}; run: gpuorch migrate, {ways}")
+        ways = "name yours with ORCH_DATABASE_URL, ORCH_DATA_DIR or --config, or start everything here: gpuorch dev"
+        raise ConfigError(f"there is no database at {missing.absolute()}; {ways}; a new one: gpuorch migrate")
     db = Database(settings)
     try:
         yield db

@@ -12,7 +12,16 @@ from orchestrator.placement.look import LastLook, Look
 from orchestrator.placement.mix import Mix, RecentAsks, Shape
 from orchestrator.placement.policies import Policy
 from orchestrator.placement.room import Resident, evictions, reservation
-from orchestrator.placement.views import Ask, GpuView, HostView, Reason, refusal, too_large_for_all, where_gpus_are
+from orchestrator.placement.views import (
+    Ask,
+    GpuView,
+    HostView,
+    Reason,
+    is_too_large,
+    refusal,
+    too_large_for_all,
+    where_gpus_are,
+)
 
 __all__ = [
     "Ask",
@@ -31,6 +40,7 @@ __all__ = [
     "Resident",
     "Shape",
     "evictions",
+    "is_too_large",
     "refusal",
     "refused_mb",
     "reservation",

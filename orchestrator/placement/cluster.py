@@ -140,7 +140,7 @@ class Cluster:
     def _refuse(self, ask: Ask, ranking: _Ranking | None) -> Refused:
         nodes = self.nodes(ask.node_id)
         if not nodes or (ask.gpu_count and not any(node.gpus for node in nodes)):
-            return Refused(Reason.NO_GPU, f"no GPU is known on {_name_of(ask.node_id)}")
+            return Refused(Reason.NO_GPU, f"needs {_wanted(ask)}; no GPU is known on {_name_of(ask.node_id)}")
         evidence = tuple(islice(_evidence(nodes, ask), MOST_EVIDENCE))
         reasons = ranking.reasons if ranking else [node.why_not(ask) for node in nodes]
         gpu_count = self._gpu_count if ask.node_id is None else len(nodes[0].gpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -142,6 +143,11 @@ def where_gpus_are(ask: Ask, known: Iterable[GpuView]) -> str:
     more = f" and {len(nodes) - SHOWN} more" if len(nodes) > SHOWN else ""
     others = f"; nodes that have some: {', '.join(nodes[:SHOWN])}{more}" if nodes else ""
     return f"a worker must run {where}, and tell of them{others}"
+
+
+def is_too_large(reason: str) -> bool:
+    """Whether it is an answer of `too_large_for_all`, which lasts, and not one of want of room now."""
+    return re.match(r"needs \d+ MB[^,;]*, (which fits no GPU|and no node) that is known now", reason) is not None
 
 
 def host_refusal(host: HostView, ask: Ask) -> tuple[Reason, str] | None:

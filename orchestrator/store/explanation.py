@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +25,7 @@ from orchestrator.store import gpus, workflows
 from orchestrator.store.blocked import TASKS
 from orchestrator.store.dialect import seconds_since, utc_now, walking
 from orchestrator.store.schema import (
+    ACTIVE,
     LIVE_WORKERS,
     concurrency_caps,
     gate_states,
@@ -47,9 +49,12 @@ RECENT = 200
 def look(conn: Connection, job_id: str, book: Book, terms: Terms) -> tuple[Facts, datetime]:
     """Everything that `explanation.explain` weighs, and the database's time. Raises JobNotFound."""
     row = conn.execute(
-        select(jobs, utc_now().label("now"), seconds_since(jobs.c.not_before).label("due_s")).where(
-            jobs.c.job_id == job_id
-        )
+        select(
+            jobs,
+            utc_now().label("now"),
+            seconds_since(jobs.c.not_before).label("due_s"),
+            seconds_since(jobs.c.published_at).label("announced_s"),
+        ).where(jobs.c.job_id == job_id)
     ).one_or_none()
     if row is None:
         raise JobNotFound(job_id)
@@ -63,6 +68,7 @@ def look(conn: Connection, job_id: str, book: Book, terms: Terms) -> tuple[Facts
     facts = Facts(
         job,
         due_in_s=max(0.0, -float(row.due_s)) if row.due_s is not None else 0.0,
+        announced_s=float(row.announced_s or 0.0) if row.queued == Queued.ANNOUNCED else 0.0,
         **_openness(pool),
         drained=() if crew else _drained(conn),
         pauses={key: book.pauses[key].reason for key in keys if key in book.pauses},
@@ -118,18 +124,29 @@ def _gate(conn: Connection, name: str) -> str | None:
 
 def _crew(conn: Connection, lane: str) -> list[Row[Any]]:
     has_gpus = select(func.count()).where(gpu_rows.c.node_id == workers.c.node_id).scalar_subquery()
-    found = select(workers.c.node_id, workers.c.types, workers.c.slots, workers.c.busy, has_gpus.label("gpus"))
+    said = [workers.c[name] for name in ("slots", "busy", "ready", "trouble", "blocked", "status", "kind")]
+    found = select(workers.c.node_id, workers.c.types, *said, has_gpus.label("gpus"))
     return list(conn.execute(found.where(workers.c.pool_id == lane, workers.c.status.in_(LIVE_WORKERS))))
 
 
 def _teams(crew: Sequence[Row[Any]]) -> list[Team]:
-    """Those that can run the same, together."""
-    sums: dict[tuple[frozenset[str], bool], tuple[int, int]] = {}
+    """Those that can run the same, together; those in trouble apart."""
+    found: dict[tuple[frozenset[str], bool, bool], Team] = {}
     for worker in crew:
-        kind = frozenset(json.loads(worker.types)), bool(worker.gpus)
-        slots, busy = sums.get(kind, (0, 0))
-        sums[kind] = slots + worker.slots, busy + worker.busy
-    return [Team(types, has_gpus, slots, busy) for (types, has_gpus), (slots, busy) in sums.items()]
+        # One that only waits for GPU memory needs nobody's help.
+        trouble = None if worker.blocked else worker.trouble
+        types, has_gpus = frozenset(json.loads(worker.types)), bool(worker.gpus)
+        team = found.get((types, has_gpus, bool(trouble)), Team(types, has_gpus, 0, 0, trouble=trouble))
+        found[types, has_gpus, bool(trouble)] = replace(
+            team, slots=team.slots + worker.slots, busy=team.busy + worker.busy, idle=team.idle + _idle(worker)
+        )
+    return list(found.values())
+
+
+def _idle(worker: Row[Any]) -> int:
+    """Its slots that should be reading its lane: HTTP workers read none, those that leave or are in trouble no more."""
+    reads = worker.kind == "process" and worker.status == ACTIVE and not worker.trouble
+    return max(worker.ready - worker.busy, 0) if reads else 0
 
 
 def _placement(
@@ -145,7 +162,7 @@ def _placement(
     ask = LeaseRequest(job.agent, needed_mb, 0.0, job.gpu_count, job_id=job.job_id).ask()
     # Nodes of other providers come with the workers: what is known now says nothing of those.
     comes = pool is not None and pool.provider != "local"
-    found: dict[str, Any] = {"ask": ask, "gpus": views, "known": [] if comes else known}
+    found: dict[str, Any] = {"ask": ask, "gpus": views, "known": known, "may_grow": comes}
     if job.min_memory_mb:
         found["placement"] = Cluster(views).place(ask, terms.policy, terms.recent.mix())
     return found

@@ -171,7 +171,7 @@ def test_a_worker_leases_only_on_its_own_node(db):
     hire(db, gpu(0, uuid="GPU-far"), node="far")
     hand = hire(db, node="near")
     (job_id,) = submit(db, min_memory_mb=1000)
-    assert hand.offer(job_id) == {job_id: NotClaimed("no GPU is known on node near")}
+    assert hand.offer(job_id) == {job_id: NotClaimed("needs 1000 MB; no GPU is known on node near")}
     assert leased(db) == {"GPU-far": 0}
 
 

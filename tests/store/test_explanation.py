@@ -89,6 +89,54 @@ def test_room_on_a_node_whose_workers_cannot_run_it_does_not_count(db):
     assert why(db, waiting).reason is Why.NO_GPU
 
 
+@pytest.mark.parametrize("own_mb", [2000, None], ids=["its own need", "its handler's"])
+def test_where_no_node_has_a_gpu_that_is_told_until_one_comes(db, own_mb):
+    hand = hire(db)
+    (job_id,) = submit(db, min_memory_mb=own_mb)
+    assert hand.offer(job_id, memory_mb=2000) == {job_id: NotClaimed("needs 2000 MB; no GPU is known on node node-1")}
+    told = why(db, job_id)
+    assert (told.reason, told.lasts, told.starts_in_s) == (Why.NO_GPU_NODE, True, None)
+    assert told.message.startswith("no node has a GPU: ")
+    hire(db, gpu(), node="other", type="other")
+    assert why(db, job_id).message.startswith("no node with a worker that could run it has a GPU: ")
+    hire(db, gpu(uuid="here"), node="here")
+    assert why(db, job_id).reason is not Why.NO_GPU_NODE
+
+
+def test_what_troubles_all_workers_that_could_run_it_is_told(db):
+    away, stranger = hire(db), hire(db, type="other", node="other")
+    (job_id,) = submit(db)
+    stranger.beat(trouble="what another says")
+    assert why(db, job_id).reason is Why.IN_LINE
+    away.beat(ready=4, trouble="cannot read jobs from Redis")
+    assert why(db, job_id).message == "no worker that could run it is well: cannot read jobs from Redis"
+    away.beat(trouble="needs 5 MB", blocked=True)
+    assert why(db, job_id).reason is Why.IN_LINE, "memory comes by itself"
+    away.beat(trouble="cannot read jobs from Redis")
+    hire(db, node="well")
+    assert why(db, job_id).reason is Why.IN_LINE
+
+
+def test_what_was_announced_to_slots_that_do_not_read_it_is_told(db):
+    hand = hire(db)
+    (job_id,) = submit(db)
+    db.write(lambda conn: outbox.take(conn, "default", 10))
+    hand.beat(ready=4)
+    assert why(db, job_id).reason is Why.NEXT
+    set_job(db, job_id, published_at=now(db) - timedelta(seconds=40))
+    assert why(db, job_id).reason is Why.UNREAD
+    for cannot in (
+        {"ready": 2, "busy": 2},
+        {"ready": 4, "draining": True},
+        {"ready": 4, "trouble": "?", "blocked": True},
+    ):
+        hand.beat(**cannot)
+        assert why(db, job_id).reason is Why.NEXT, cannot
+    hand.beat(ready=4)
+    db.write(lambda conn: conn.execute(update(schema.workers).values(kind="http")))
+    assert why(db, job_id).reason is Why.NEXT, "HTTP workers read no lane"
+
+
 def test_what_no_node_could_ever_hold_is_told_until_one_comes_that_does(db):
     hire(db, gpu(0, total_mb=1000, uuid="small"), node="a")
     (one,), (many,) = submit(db, min_memory_mb=50_000), submit(db, min_memory_mb=100, gpu_count=2)

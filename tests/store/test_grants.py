@@ -196,7 +196,9 @@ def test_a_refusal_has_a_code_evidence_and_a_time_to_ask_again(db, values, code)
 def test_a_cluster_without_gpus_says_so(db):
     answer = ask(db)
     assert (answer.code, answer.gpus) == (Reason.NO_GPU, ())
-    assert answer.reason == "no GPU is known on the cluster: a worker must run where GPUs are, and tell of them"
+    assert answer.reason == (
+        "needs 1000 MB; no GPU is known on the cluster: a worker must run where GPUs are, and tell of them"
+    )
 
 
 def test_a_node_without_gpus_is_told_with_a_few_that_have_some(db):

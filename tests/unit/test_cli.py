@@ -36,6 +36,7 @@ from orchestrator.embedded.directory import DataDir
 from orchestrator.embedded.valkey import Valkey
 from orchestrator.errors import ConfigError, OrchestratorError, RedisUnavailable
 from orchestrator.jobs import JobSpec
+from orchestrator.placement import Ask, GpuView, too_large_for_all
 from orchestrator.schedules import NOT_RECURRING
 from orchestrator.settings import Settings
 from orchestrator.store import revisions, schema
@@ -317,8 +318,13 @@ NEEDS_TABLES = [["migrate", "--check"], ["serve"], ["worker"], ["leader"], ["dut
 def test_where_no_database_is_none_is_made(arguments, tmp_path, capsys):
     assert run(arguments) == 1
     told = "".join(capsys.readouterr())
-    assert f"there is no database at {tmp_path}/.data/orchestrator.db; run: gpuorch migrate" in told
-    assert all(way in told for way in ("--config", "ORCH_DATABASE_URL", "gpuorch dev")) and "Traceback" not in told
+    assert (
+        f"there is no database at {tmp_path}/.data/orchestrator.db; name yours with ORCH_DATABASE_URL, ORCH_DATA_DIR"
+        in told
+    )
+    assert (
+        all(way in told for way in ("--config", "gpuorch dev; a new one: gpuorch migrate")) and "Traceback" not in told
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1366,11 +1372,27 @@ def test_pools_and_nodes_are_listed_and_shown(server, capsys):
     assert "WORKER_ID" in text and "REVISION" in text and "\x1b" not in text
     assert run(["pools", "show", "p", "--json", "--url", server.url]) == 0
     assert json.loads(capsys.readouterr().out) == shown
-    server.answers = [(200, {"pools": [], "next_cursor": None}), (200, {"nodes": [{"node_id": "n", "running": 3}]})]
+    server.answers = [(200, {"pools": [], "next_cursor": None})]
     assert run(["pools", "list", "--url", server.url]) == 0
+    assert "no pools" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("running", "until", "state"),
+    [
+        (3, None, "open"),
+        (3, "2999-01-02T03:04:05Z", "draining until 2999-01-02T03:04:05Z"),
+        (0, "2999-01-02T03:04:05Z", "drained"),
+        (3, "2001-01-02T03:04:05Z", "draining"),
+        (0, "2001-01-02T03:04:05Z", "drained"),
+    ],
+)
+def test_nodes_are_listed_with_whether_they_take_jobs(server, capsys, running, until, state):
+    server.answers = [(200, {"nodes": [{"node_id": "n", "running": running, "drain_until": until}]})]
     assert run(["nodes", "list", "--url", server.url]) == 0
-    text = capsys.readouterr().out
-    assert "no pools" in text and "DRAIN_UNTIL" in text
+    title, line = capsys.readouterr().out.splitlines()
+    assert title.split()[:2] == ["NODE_ID", "STATE"] and " ".join(line.split()).startswith(f"n {state} ")
+    assert ("until" in line) == ("until" in state)
 
 
 def test_a_refusal_about_a_pool_is_1(server, capsys):
@@ -1451,6 +1473,18 @@ def test_waiting_for_a_new_pool(server, capsys, quick, end, code):
     server.answers = [(200, pool()), (200, pool())]
     assert run(["pools", "create", "p", "--wait", "--url", server.url]) == 0
     assert capsys.readouterr().err == "", "it runs already"
+
+
+def test_a_new_pool_that_no_node_could_ever_hold_is_not_what_was_waited_for(server, capsys, quick):
+    known = [GpuView("GPU-0", "n", 0, usable_mb=1000, leased_mb=0, foreign_mb=0)]
+    for ask in (Ask(99999, 1), Ask(99999, 2), Ask(500, 2)):
+        why = too_large_for_all(ask, known)
+        server.answers = [(201, pool("starting")), (200, pool(status_reason=why))]
+        assert run(["pools", "create", "p", "--wait", "--url", server.url]) == 1
+        assert f"p  running  {why}" in capsys.readouterr().out
+    for passes in ("1 of 2 workers are ready", "needs 500 MB; n/0: 100 of 1000 MB free"):
+        server.answers = [(201, pool("starting")), (200, pool(status_reason=passes))]
+        assert run(["pools", "create", "p", "--wait", "--url", server.url]) == 0
 
 
 def test_waiting_for_a_new_pool_may_end_before_it_runs(server, capsys, quick):

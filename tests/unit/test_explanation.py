@@ -54,6 +54,7 @@ OBSTACLES: dict[Why, dict[str, Any]] = {
     Why.POOL_CLOSED: {"pool_state": "draining"},
     Why.PAUSED: {"pauses": {"agent:a": "too loud"}},
     Why.NO_WORKER: {"teams": []},
+    Why.TROUBLE: {"teams": [replace(ECHO, busy=0, trouble="cannot read jobs from Redis")]},
     Why.CAP_FULL: {"caps": [Cap("agent:a", 2, 2)]},
     Why.TOO_LARGE: no_room(1001),
     Why.NO_GPU: no_room(),
@@ -99,8 +100,51 @@ def test_what_was_deferred_is_told_what_will_not_pass_by_itself(teams, why):
     assert explain(facts(teams=teams, job=failed, due_in_s=5.0)).reason is Why.RETRY_PAUSE, "first things first"
 
 
-def test_without_any_gpu_nothing_is_too_large():
+@pytest.mark.parametrize("waits", [{}, {"queued": "delayed", "wait_reason": "needs 500 MB; no GPU is known on node n"}])
+@pytest.mark.parametrize(
+    ("known", "words"), [((), "no node has a GPU: "), ([FULL], "no node with a worker that could run it has a GPU: ")]
+)
+def test_where_no_worker_has_a_gpu_somebody_has_to_start_one_that_has(known, words, waits):
+    told = explain(facts(teams=[replace(ECHO, has_gpus=False)], job=job(**waits), **no_room(known=known)))
+    assert told.message == words + "start a worker where there is one, or submit with --cpu-fallback"
+    assert (told.reason, told.lasts, told.position, told.starts_in_s) == (Why.NO_GPU_NODE, True, 1, None)
+    mixed = [replace(ECHO, has_gpus=False), ECHO]
+    assert explain(facts(teams=mixed, job=job(**waits), **no_room(known=known))).reason is Why.NO_GPU
+
+
+def test_without_any_gpu_or_where_nodes_come_with_workers_nothing_is_too_large():
     assert explain(facts(**no_room(5000, known=()))).reason is Why.NO_GPU
+    assert explain(facts(**no_room(5000), may_grow=True)).reason is Why.NO_GPU
+
+
+@pytest.mark.parametrize("waits", [{}, {"queued": "announced"}, {"queued": "delayed", "wait_reason": "no slot"}])
+def test_what_all_who_could_run_it_are_troubled_by_is_the_reason(waits):
+    away = replace(ECHO, busy=0, idle=4, trouble="cannot read jobs from Redis")
+    told = explain(facts(teams=[away], job=job(**waits)))
+    assert told.message == "no worker that could run it is well: cannot read jobs from Redis"
+    assert (told.reason, told.lasts, told.starts_in_s) == (Why.TROUBLE, True, None)
+    assert explain(facts(teams=[away, ECHO], job=job(**waits))).reason is not Why.TROUBLE, "one is well"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, True),
+        ({"ahead": 9}, True),
+        ({"ahead": 1, "running_s": 3.0}, True),
+        ({"ahead": 2, "running_s": 3.0}, False),
+        ({"announced_s": 29.0}, False),
+        ({"teams": [ECHO]}, False),
+    ],
+    ids=["alone", "nobody reads any", "room for both", "others run before it", "not for long", "no idle slot"],
+)
+def test_what_idle_slots_do_not_read_is_not_about_to_start(given, told):
+    idle = {"teams": [replace(ECHO, busy=2, idle=2)], "announced_s": 31.0}
+    answer = explain(facts(job=job(queued="announced"), **(idle | given)))
+    assert (answer.reason, answer.lasts) == ((Why.UNREAD, True) if told else (Why.NEXT, False))
+    if told:
+        assert "announced 31 s ago and read by nobody" in answer.message and "redis-lost" in answer.message
+        assert answer.starts_in_s is None and answer.position == given.get("ahead", 0) + 1
 
 
 @pytest.mark.parametrize(
@@ -151,6 +195,7 @@ def test_of_two_obstacles_the_one_that_stops_it_first_is_told(first, second):
 def test_a_handler_that_nobody_has():
     answer = explain(facts(job=job(type="embed")))
     assert answer.reason is Why.NO_HANDLER and "'embed' (they have: echo)" in answer.message
+    assert "gpuorch worker --pool default --handlers MODULE (with make run: ORCH_WORKER_HANDLERS=" in answer.message
     assert answer.lasts
 
 

@@ -65,7 +65,7 @@ def test_spread_takes_the_emptiest():
 def test_a_wish_for_a_node_is_kept():
     gpus = [gpu(0, 5000, "a"), gpu(0, 9000, "b")]
     assert chosen(place(gpus, 1000, node_id="b")) == ["GPU-b-0"]
-    assert refused(place(gpus, 1000, node_id="c")) == (Reason.NO_GPU, "no GPU is known on node c")
+    assert refused(place(gpus, 1000, node_id="c")) == (Reason.NO_GPU, "needs 1000 MB; no GPU is known on node c")
 
 
 def test_warm_nodes_are_preferred_when_they_fit():
@@ -160,7 +160,7 @@ def test_a_refusal_of_several_says_which_would_fit():
 
 
 def test_without_any_gpu():
-    assert refused(place([], 1)) == (Reason.NO_GPU, "no GPU is known on the cluster")
+    assert refused(place([], 1)) == (Reason.NO_GPU, "needs 1 MB; no GPU is known on the cluster")
 
 
 def test_fragmentation_leaves_what_the_usual_request_can_use():

@@ -117,6 +117,16 @@ def test_a_post_that_cannot_be_manned_is_tried_again_later_and_later(supervise, 
     assert made("a")[-1].told == ["start", "resize"]
 
 
+def test_a_node_that_is_drained_is_told_once_each_time(supervise, node, caplog):
+    """Whoever starts a worker there should not wonder why it does nothing."""
+    one = supervise()
+    for leave_s in (None, 9.0, 8.0, 0.0, None, 5.0):
+        node.heart = SimpleNamespace(write=lambda _read, answer=leave_s: ([], answer))
+        one._look()
+    told = [record.reason for record in caplog.records if record.message == "node is drained"]
+    assert told == ["no jobs are taken: gpuorch nodes resume node-1"] * 2
+
+
 def test_a_post_that_breaks_again_and_again_is_manned_later_and_later(supervise, clock):
     one = supervise("a")
     one._converge()

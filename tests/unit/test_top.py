@@ -1,5 +1,6 @@
 """`gpuorch top`: frames as text at fixed sizes, and the terminal it takes and gives back."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -107,6 +108,13 @@ def test_nothing_at_all():
 def test_a_server_that_went_away_and_pauses_are_told():
     text = "\n".join(frame(look(error="cannot reach it", paused=[{"key": "pool:chat"}]), 80, 24))
     assert "no answer: cannot reach it" in text and "paused  pool:chat" in text
+
+
+def test_what_troubles_workers_that_live_is_told():
+    some = [worker(1), worker(2, trouble="cannot read\x1b jobs"), worker(3, status="lost", trouble="gone")]
+    (told,) = [line for line in frame(dataclasses.replace(look(), workers=some), 80, 24) if line.startswith("trouble")]
+    assert told.startswith("trouble 1 of 2 workers: cannot read") and "\x1b" not in told
+    assert not any("trouble" in line for line in frame(look(), 80, 24))
 
 
 def test_workers_that_ended_are_left_out():

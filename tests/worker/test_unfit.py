@@ -50,6 +50,19 @@ def test_a_module_that_does_not_load_is_tried_until_it_does(cluster, tmp_path, c
     worker.says("worker ready")
 
 
+def test_a_module_that_registers_no_handler_is_named_and_the_types_are_told(cluster, tmp_path):
+    """Once for all slots; not one whose handlers came when another imported it."""
+    (tmp_path / "forgetful_handlers.py").write_text("def hello(ctx, payload):\n    return 1\n")
+    (tmp_path / "inner_handlers.py").write_text(HANDLERS)
+    (tmp_path / "outer_handlers.py").write_text("import inner_handlers")
+    modules = ("forgetful_handlers", "outer_handlers", "inner_handlers")
+    worker = cluster.worker(path=str(tmp_path), worker_handlers=modules, worker_slots=2)
+    ready = worker.says(r"worker ready.*")[0]
+    assert "echo, " in ready and "hello" in ready
+    told = [line for line in worker.log.read_text().splitlines() if "registers no handler" in line]
+    assert len(told) == 1 and "worker_handlers = 'forgetful_handlers' registers no handler" in told[0]
+
+
 def test_a_module_that_went_away_is_named_and_found_again(cluster, orchestrator, tmp_path):
     """Where slots came up before, whoever took it away may bring it back."""
     module = tmp_path / "moving_handlers.py"
