@@ -141,14 +141,14 @@ class JobsOf(Polite[Door]):
         wondering = Wondering(self._explain_until(deadline), on_wait)
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
-            wait_s = min(POLL_S, left_s, wondering.left_s)
+            wait_s = min(POLL_S, left_s, wondering.pause_s)
             job: Job = yield from self._read(job_path(job_id), {"wait": f"{wait_s:.3f}"}, wait_s, left_s)
             if job["status"] in TERMINAL:
                 return job
             if time.monotonic() >= deadline:
                 why = (yield from wondering.why([job_id])) if job["status"] == "pending" else None
                 raise NotEnded([job_id], 1, timeout_s or 0.0, why)
-            yield from wondering.tell([job_id])
+            yield from wondering.tell([job_id] if job["status"] == "pending" else [])
 
     def _explain_until(self, deadline: float) -> Callable[[str], Operation[Explanation]]:
         return lambda job_id: self._read(job_path(job_id, "explain"), left_s=max(deadline - time.monotonic(), 0.0))
@@ -186,7 +186,7 @@ class JobsOf(Polite[Door]):
             if waiting and not answer["jobs"] and time.monotonic() >= deadline:
                 why = yield from wondering.why(list(waiting))
                 raise NotEnded(list(waiting), count, timeout_s or 0.0, why)
-            if waiting:
+            if waiting and not wondering.left_s:
                 yield from wondering.tell(list(itertools.islice(waiting, ASK_ABOUT)))
             if not answer["more"] and len(waiting) > ASK_ABOUT:
                 for job_id in some:  # to the end of the line

@@ -24,20 +24,22 @@ class Wondering:
         named: bool = False,
     ) -> None:
         self._explain, self._on_wait, self._named = explain, on_wait, named
-        self._at = float("inf") if on_wait is None else time.monotonic() + WONDER_S
+        #: Seconds to wait before it is asked; nobody asks where nobody is told.
+        self.pause_s = float("inf") if on_wait is None else WONDER_S
+        self._since = time.monotonic()
         self._told: str | None = None
 
     @property
     def left_s(self) -> float:
-        """Until it is time to ask."""
-        return max(self._at - time.monotonic(), 0.0)
+        """What is left of the pause."""
+        return max(self._since + self.pause_s - time.monotonic(), 0.0)
 
     def tell(self, job_ids: Sequence[str]) -> Operation[None]:
-        """Why they wait, when it is time to ask."""
-        if self._on_wait is None or self.left_s:
+        """Why they wait, if any of them do."""
+        if self._on_wait is None:
             return
-        why = yield from self.why(job_ids)
-        self._at = time.monotonic() + AGAIN_S
+        why = (yield from self.why(job_ids)) if job_ids else None
+        self.pause_s, self._since = AGAIN_S, time.monotonic()
         if why and why != self._told:
             self._told = why
             self._on_wait(why)
