@@ -25,7 +25,17 @@ from orchestrator.store.dialect import utc_now, utc_shift
 from orchestrator.store.gpus import Gate
 from orchestrator.store.inventory import Findings
 from orchestrator.store.moves import Claimant
-from orchestrator.store.settle import End, NotAllOwned, Outcome, Settled, Start, all_done, finish_all, record
+from orchestrator.store.settle import (
+    End,
+    NotAllOwned,
+    Outcome,
+    Settled,
+    Start,
+    all_done,
+    finish_all,
+    record,
+    take_from_dead,
+)
 from orchestrator.store.submit import Verdict, submit_jobs
 
 T = TypeVar("T")
@@ -159,6 +169,12 @@ class Hand:
         """As if the last heartbeat had come that long ago."""
         silence = update(schema.workers).where(schema.workers.c.worker_id == self.worker_id)
         self.db.write(lambda conn: conn.execute(silence.values(last_heartbeat=utc_shift(-seconds))))
+
+    def lose(self, limit: int = 10, policy: RetryPolicy = POLICY) -> list[Settled]:
+        """The leader gives this worker up, and takes so many of its jobs at most."""
+        lost = update(schema.workers).where(schema.workers.c.worker_id == self.worker_id).values(status=schema.LOST)
+        self.db.write(lambda conn: conn.execute(lost))
+        return self.db.write(lambda conn: take_from_dead(conn, self.by, policy, limit))
 
 
 def hire(

@@ -13,7 +13,8 @@ from orchestrator.embedded.directory import beside_holder, require_redis_of_hold
 from orchestrator.errors import UnknownDuty
 from orchestrator.identity import instance_id
 from orchestrator.leader import duties, term
-from orchestrator.leader.duties import DUTIES, Duty, DutyContext
+from orchestrator.leader.context import DutyContext
+from orchestrator.leader.duties import DUTIES, Duty
 from orchestrator.publisher import Publisher
 from orchestrator.store import audit, leadership
 from orchestrator.stream.hub import Hub

@@ -18,6 +18,7 @@ Redis has seen already. A leader that Redis refuses although its row is good beg
 
 Where the server's lock proves nothing (Galera), the row alone decides: a successor then waits until it expires.
 
-`term` wins and keeps terms, `duties` is the table of what a leader does, `loop` runs the two; `apart` keeps a row that
-somebody holds from costing more than what needs it.
+`term` wins and keeps terms, `duties` is the table of what a leader does, `loop` runs the two. Duties work with a
+`context`; those that keep rows and streams together stand in `delivery`; `apart` keeps a row that somebody holds from
+costing more than what needs it.
 """

@@ -12,7 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, RedisUnavailable, StaleEpoch
-from orchestrator.leader.duties import BATCH, DUTIES, Duty, DutyContext
+from orchestrator.leader.context import BATCH, DutyContext
+from orchestrator.leader.duties import DUTIES, Duty
 from orchestrator.leader.term import Candidate, Term
 from orchestrator.publisher import Publisher
 from orchestrator.settings import Settings

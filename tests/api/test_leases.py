@@ -70,7 +70,8 @@ def test_a_refusal_says_why_and_when_to_ask_again(api: Running) -> None:
     assert (elsewhere["granted"], elsewhere["code"], elsewhere["gpus"]) == (False, "no_gpu", [])
     assert elsewhere["lasts"] is True
     assert elsewhere["reason"] == (
-        "no GPU is known on node elsewhere: a worker must run there, and tell of them; nodes that have some: node-1"
+        "needs 1000 MB; no GPU is known on node elsewhere: a worker must run there, and tell of them;"
+        " nodes that have some: node-1"
     )
 
 

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.e2e
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+#: Whose lines are about what a leader did in its term.
+DUTIES = ("orchestrator.leader.duties", "orchestrator.leader.delivery")
 
 
 @pytest.fixture
@@ -143,7 +145,7 @@ def test_no_output_holds_a_secret_or_a_payload_whatever_goes_wrong(cluster, mari
     assert ours
     assert all({"job_id", "attempt", "worker_id", "pool_id", "trace_id"} <= line.keys() for line in ours)
     assert {line["trace_id"] for line in ours} == {TRACE}
-    assert all("epoch" in line for line in told if line["logger"].startswith("orchestrator.leader.duties"))
+    assert all("epoch" in line for line in told if line["logger"].startswith(DUTIES))
 
 
 def test_the_database_would_have_told(mariadb, marks):

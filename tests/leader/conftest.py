@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.leader.duties import DutyContext
+from orchestrator.leader.context import DutyContext
 from orchestrator.leader.term import borrow
 from orchestrator.publisher import Publisher
 from tests.factories import STALE_S

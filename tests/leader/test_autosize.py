@@ -8,6 +8,7 @@ from sqlalchemy import update
 from orchestrator.crews import Crew, PoolView
 from orchestrator.leader import duties
 from orchestrator.leader.autosize import by_backlog
+from orchestrator.leader.context import DutyContext
 from orchestrator.leader.term import borrow
 from orchestrator.leases import Granted, LeaseRequest, Terms
 from orchestrator.pools import PoolSpec, PoolState
@@ -30,7 +31,7 @@ def context(db, settings, redis_server):
         worker_timeout_s=30.0,
     )
     hub = Hub(given)
-    yield duties.DutyContext(borrow(db, given, "test"), hub, Publisher(db, hub, given), given)
+    yield DutyContext(borrow(db, given, "test"), hub, Publisher(db, hub, given), given)
     hub.close()
 
 

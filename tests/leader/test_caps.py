@@ -5,7 +5,7 @@ import json
 import pytest
 from sqlalchemy import insert, update
 
-from orchestrator.leader import duties
+from orchestrator.leader import delivery, duties
 from orchestrator.policies import Book, Scope, parse
 from orchestrator.store import policies, schema
 from orchestrator.store.caps import care, held
@@ -43,7 +43,7 @@ def test_a_cap_that_is_raised_or_removed_lets_jobs_go_and_they_are_announced(db,
         put(db, context, "agent:a", most)
     assert duties.keep_caps(context) == ready
     assert waiting(db, ids[1:]) == ["ready"] * ready + ["blocked"] * (2 - ready)
-    duties.publish(context)
+    delivery.publish(context)
     assert len(announced(raw)) == ready
 
 
@@ -52,7 +52,7 @@ def test_a_holder_that_dies_gives_its_seat_to_the_next(db, context, scene):
     hand.go_silent()
     set_job(db, ids[0], worker_id="a-worker-that-nobody-knows")
     for _ in range(2):
-        duties.reclaim(context)
+        delivery.reclaim(context)
     duties.keep_caps(context)
     assert [cap.in_use for cap in rows(db, schema.concurrency_caps)] == [0]
     assert waiting(db, ids)[:2] == ["ready", "ready"]

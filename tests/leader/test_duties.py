@@ -9,8 +9,8 @@ from sqlalchemy import update
 
 from orchestrator.errors import DatabaseUnavailable, RedisUnavailable, StaleEpoch, UnknownDuty, WorkerLost
 from orchestrator.jobs import ErrorKind
-from orchestrator.leader import duties
-from orchestrator.leader.duties import DutyContext
+from orchestrator.leader import delivery, duties
+from orchestrator.leader.context import DutyContext
 from orchestrator.leader.term import borrow
 from orchestrator.leases import LeaseRequest, Terms
 from orchestrator.store import dead_letters, grants, leadership, nodes, registry, schema, tallies, withdraw
@@ -67,7 +67,7 @@ def test_entries_that_nobody_will_get_do_not_fill_the_window(db, hub, raw, conte
         db.write(lambda conn, job_id=job_id: withdraw.cancel(conn, job_id))
     hub.lane("default").ensure_group()
     raw.xgroup_setid(KEY, "cg:inference", "$")
-    duties.repair(context)
+    delivery.repair(context)
     assert raw.xlen(KEY) == 0
 
 
@@ -80,12 +80,12 @@ def test_a_lane_that_somebody_trimmed_is_announced_again(db, hub, raw, context, 
     claims = hand.claim(*running)
     raw.xtrim(KEY, maxlen=0, approximate=False)
     hand.finish(claims[0])
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert raw.xpending(KEY, "cg:inference")["pending"] == 0, "entries that are gone are nobody's"
     for job_id in read + unread:
         set_job(db, job_id, published_at=utc_shift(-60.0))
-    assert duties.repair(context) == 4
-    duties.publish(context)
+    assert delivery.repair(context) == 4
+    delivery.publish(context)
     assert announced(raw) == deliver(hub, raw, hand) == read + unread
     hand.finish(claims[1], *hand.claim(*read, *unread))
     assert Counter(status(db, job_id) for job_id in ids) == {"done": 6}
@@ -99,7 +99,7 @@ def test_the_jobs_of_a_dead_worker_are_announced_again(db, raw, context, publish
     hand, claims = scene(2, min_memory_mb=1000)
     hand.start(claims[0])
     hand.go_silent()
-    assert duties.reclaim(context) >= 2
+    assert delivery.reclaim(context) >= 2
     for claim in claims:
         job = row(db, claim.job_id)
         assert (job.status, job.queued, job.crashes, job.error_kind) == ("pending", "ready", 1, "worker_lost")
@@ -120,11 +120,11 @@ def test_a_job_that_kills_its_workers_becomes_a_dead_letter_once(db, raw, contex
         deliver(hub, raw, hand)
         hand.claim(job_id)
         hand.go_silent()
-        duties.reclaim(context)
+        delivery.reclaim(context)
     job = row(db, job_id)
     assert (job.status, job.crashes) == ("dead_letter", 2)
     for _ in range(2):
-        duties.reclaim(context)
+        delivery.reclaim(context)
         duties.tell_dead_letters(context)
     ((_id, letter),) = raw.xrange(DLQ)
     assert (letter["job_id"], letter["reason"], letter["attempts"]) == (job_id, "worker_lost", "2")
@@ -138,7 +138,7 @@ def test_a_live_workers_long_job_is_never_robbed(db, raw, context, scene):
     hand.start(claim)
     hand.beat(busy=1)
     for _ in range(3):
-        duties.reclaim(context)
+        delivery.reclaim(context)
     assert (status(db, claim.job_id), row(db, claim.job_id).attempt) == ("running", 1)
     assert announced(raw) == [claim.job_id]
     hand.finish(claim)
@@ -148,7 +148,7 @@ def test_a_live_workers_long_job_is_never_robbed(db, raw, context, scene):
 def test_a_worker_that_said_goodbye_but_owns_a_job_is_reclaimed_too(db, context, scene):
     hand, (claim,) = scene()
     db.write(lambda conn: nodes.deregister(conn, hand.worker))
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert status(db, claim.job_id) == "pending"
 
 
@@ -158,7 +158,7 @@ def test_a_leader_that_died_half_way_is_finished_by_the_next(db, context, scene)
     hand.go_silent()
     db.write(lambda conn: nodes.declare_lost(conn, 1.0, 10))
     assert status(db, claim.job_id) == "claimed"
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert status(db, claim.job_id) == "pending"
 
 
@@ -175,7 +175,7 @@ def test_who_registered_anew_since_the_leader_looked_keeps_its_jobs(db, context,
     db.write(lambda conn: registry.register(conn, worker))
     hand.claim(new)
     monkeypatch.setattr(nodes, "dead_owners", lambda _conn, _limit: looked)
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert (status(db, new), row(db, new).crashes) == ("claimed", 0)
 
 
@@ -183,12 +183,12 @@ def test_a_duty_by_hand_under_a_young_leader_lets_workers_speak_first(db, hub, c
     hand, (claim,) = scene()
     hand.go_silent()
     by_hand = DutyContext(borrow(db, config, "operator"), hub, publisher, config)
-    duties.reclaim(by_hand)
+    delivery.reclaim(by_hand)
     assert status(db, claim.job_id) == "claimed"
     began = update(schema.leadership).values(acquired_at=utc_shift(-config.worker_timeout_s - 1.0))
     db.write(lambda conn: conn.execute(began))
     by_hand = DutyContext(borrow(db, config, "operator"), hub, publisher, config)
-    duties.reclaim(by_hand)
+    delivery.reclaim(by_hand)
     assert status(db, claim.job_id) == "pending"
 
 
@@ -197,7 +197,7 @@ def test_a_young_leader_lets_workers_speak_first(db, context, scene):
     hand, (claim,) = scene()
     hand.go_silent()
     young = dataclasses.replace(context.term, began=time.monotonic())
-    duties.reclaim(dataclasses.replace(context, term=young))
+    delivery.reclaim(dataclasses.replace(context, term=young))
     assert status(db, claim.job_id) == "claimed"
     hand.beat()
 
@@ -206,7 +206,7 @@ def test_a_cancelled_job_of_a_dead_worker_is_cancelled(db, context, scene):
     hand, claims = scene(2)
     db.write(lambda conn: withdraw.cancel(conn, claims[0].job_id))
     hand.go_silent()
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert [status(db, claim.job_id) for claim in claims] == ["cancelled", "pending"]
 
 
@@ -216,7 +216,7 @@ def test_what_became_of_them_is_counted(db, context, scene):
     db.write(lambda conn: withdraw.cancel(conn, claims[2].job_id))
     hand.go_silent()
     for _ in range(2):
-        duties.reclaim(context)
+        delivery.reclaim(context)
         duties.tally(context)
     totals = db.read(tallies.totals)
     for outcome in ("retried", "buried", "cancelled"):
@@ -255,11 +255,11 @@ def test_stamps_of_a_clock_that_was_set_back_count_as_of_now(db, context, scene)
     hand, (claim,) = scene(min_memory_mb=1000)
     stamp(db, HOUR)
     assert set(hours_ahead(db).values()) == {1}
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert hours_ahead(db) == {str(column): int(column is schema.jobs.c.published_at) for column in STAMPS}
     assert status(db, claim.job_id) == "claimed"  # it may live: it has as long to say so as ever
     hand.go_silent()
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert status(db, claim.job_id) == "pending"
 
 
@@ -267,7 +267,7 @@ def test_a_stamp_that_is_a_little_ahead_is_left_alone(context, scene, db):
     scene(min_memory_mb=1000)
     for ahead_s, wrong in ((AHEAD_S - 30.0, False), (AHEAD_S + 30.0, True)):
         stamp(db, ahead_s)
-        assert context.term.finds(duties._AHEAD) is wrong
+        assert context.term.finds(delivery._AHEAD) is wrong
 
 
 def test_what_is_lost_is_announced_again_although_the_clock_was_set_back(db, hub, raw, context, publisher):
@@ -277,7 +277,7 @@ def test_what_is_lost_is_announced_again_although_the_clock_was_set_back(db, hub
     deliver(hub, raw, hand, 1)  # who read it dies
     raw.xdel(KEY, raw.xrange(KEY)[-1][0])
     stamp(db, HOUR)
-    assert [duties.reclaim(context), duties.repair(context), duties.publish(context)] == [1, 1, 2]
+    assert [delivery.reclaim(context), delivery.repair(context), delivery.publish(context)] == [1, 1, 2]
     assert sorted(announced(raw)) == sorted(ids)
 
 
@@ -289,7 +289,7 @@ def test_an_entry_read_but_never_claimed_is_announced_again(db, hub, raw, contex
     publisher.publish("default")
     old = [entry_id for entry_id, _ in raw.xrange(KEY)]
     deliver(hub, raw, hand)
-    assert duties.reclaim(context) == 2
+    assert delivery.reclaim(context) == 2
     assert [row(db, job_id).queued for job_id in ids] == ["ready", "ready"]
     publisher.publish("default")
     assert announced(raw) == ids
@@ -323,7 +323,7 @@ def test_a_late_acknowledgement_of_what_the_leader_took_over_loses_no_job(
     slow.go_silent()
     with monkeypatch.context() as patched:
         acked_behind_the_leader(hub, patched)
-        duties.reclaim(context)
+        delivery.reclaim(context)
     assert (raw.xlen(KEY), raw.xpending(KEY, "cg:inference")["pending"]) == (0, 0)
     publisher.publish("default")
     other = hire(db)
@@ -347,7 +347,7 @@ def test_a_late_acknowledgement_behind_a_leader_that_died_loses_no_job(db, hub, 
     lane.ack([entry.entry_id])
     assert raw.xlen(KEY) == 0
     set_job(db, job_id, published_at=utc_shift(-60.0))
-    assert [duties.reclaim(context), duties.repair(context), duties.publish(context)] == [0, 1, 1]
+    assert [delivery.reclaim(context), delivery.repair(context), delivery.publish(context)] == [0, 1, 1]
     assert announced(raw) == [job_id]
 
 
@@ -355,7 +355,7 @@ def test_an_entry_just_read_is_left_alone(db, hub, raw, context, publisher):
     hand, ids = hire(db), submit(db, 2)
     publisher.publish("default")
     deliver(hub, raw, hand, idle_s=0)
-    assert duties.reclaim(context) == 0
+    assert delivery.reclaim(context) == 0
     assert announced(raw) == ids
 
 
@@ -363,7 +363,7 @@ def test_the_entry_of_a_job_that_is_over_is_removed(db, raw, context, scene):
     """F-1: killed after the commit, before the acknowledgement."""
     hand, (claim,) = scene()
     hand.finish(claim)
-    assert duties.reclaim(context) == 1
+    assert delivery.reclaim(context) == 1
     assert announced(raw) == []
     assert status(db, claim.job_id) == "done"
 
@@ -373,7 +373,7 @@ def test_garbage_and_unknown_jobs_are_removed(db, hub, raw, context):
     raw.xadd(KEY, {"hello": "world"})
     raw.xadd(KEY, {"job_id": "nobody"})
     deliver(hub, raw, hire(db))
-    assert duties.reclaim(context) == 2
+    assert delivery.reclaim(context) == 2
     assert announced(raw) == []
     # Whoever read them did not live to tell.
     letters = [(letter["job_id"], letter["reason"]) for _id, letter in raw.xrange(DLQ)]
@@ -388,24 +388,24 @@ def test_an_unknown_job_is_told_before_its_entry_goes_unless_nobody_takes_letter
         away = RedisUnavailable("no answer")
         patched.setattr(hub.dead_letters, "tell", lambda _letters: (_ for _ in ()).throw(away))
         with pytest.raises(RedisUnavailable):
-            duties.reclaim(context)
+            delivery.reclaim(context)
     ((entry_id, _fields),) = raw.xrange(KEY)
     raw.xclaim(KEY, "cg:inference", "leader", 0, [entry_id], idle=3_600_000, justid=True)
     raw.set(DLQ, "somebody's")
-    assert duties.reclaim(context) == 1
+    assert delivery.reclaim(context) == 1
     assert announced(raw) == []
 
 
 def test_entries_of_known_jobs_make_no_letters(db, raw, context, scene):
     hand, claims = scene(2)
     hand.finish(claims[0])
-    assert duties.reclaim(context) == 1
+    assert delivery.reclaim(context) == 1
     assert raw.xlen(DLQ) == 0
 
 
 def test_the_walk_goes_on_where_it_stopped(db, hub, raw, context, monkeypatch):
     """A step looks at ten times BATCH entries: beginning anew each time, it would never get past busy ones."""
-    monkeypatch.setattr(duties, "BATCH", 1)
+    monkeypatch.setattr(delivery, "BATCH", 1)
     hand, ids, lane = hire(db), submit(db, 18), hub.lane("default")
     context.publisher.publish("default")
     entries = hub.reader(lane, hand.worker_id).read(100, 20)
@@ -413,7 +413,7 @@ def test_the_walk_goes_on_where_it_stopped(db, hub, raw, context, monkeypatch):
     forgotten = [entry.entry_id for entry in entries[12:]]
     raw.xclaim(KEY, lane.group, hand.worker_id, 0, forgotten, idle=3_600_000, justid=True)
     for _ in range(20):
-        duties._reclaim_entries(context, lane)
+        delivery._reclaim_entries(context, lane)
     assert announced(raw) == ids[:12]
     assert {row(db, job_id).queued for job_id in ids[12:]} == {"ready"}
 
@@ -422,7 +422,7 @@ def test_the_walk_goes_on_where_it_stopped(db, hub, raw, context, monkeypatch):
 
 
 def test_consumers_of_workers_that_are_gone_are_forgotten(db, hub, raw, context, monkeypatch):
-    monkeypatch.setattr(duties, "CONSUMER_IDLE_MS", 0)
+    monkeypatch.setattr(delivery, "CONSUMER_IDLE_MS", 0)
     lane = hub.lane("default")
     alive, gone, owing = hire(db), hire(db), hire(db)
     submit(db)
@@ -433,7 +433,7 @@ def test_consumers_of_workers_that_are_gone_are_forgotten(db, hub, raw, context,
     hub.reader(lane, owing.worker_id).read(1, 20)
     for hand in (gone, owing):
         db.write(lambda conn, hand=hand: nodes.deregister(conn, hand.worker))
-    duties.reclaim(context)
+    delivery.reclaim(context)
     names = {consumer["name"] for consumer in raw.xinfo_consumers(KEY, lane.group)}
     assert names - {"leader"} == {alive.worker_id, owing.worker_id}
     assert raw.xpending(KEY, lane.group)["pending"] == 1
@@ -441,7 +441,7 @@ def test_consumers_of_workers_that_are_gone_are_forgotten(db, hub, raw, context,
 
 def test_names_that_are_not_ours_hold_nothing_up(db, hub, raw, context, publisher, monkeypatch):
     """A consumer and a group that somebody made, of bytes that are no text."""
-    monkeypatch.setattr(duties, "CONSUMER_IDLE_MS", 0)
+    monkeypatch.setattr(delivery, "CONSUMER_IDLE_MS", 0)
     lane, (job_id,) = hub.lane("default"), submit(db)
     lane.ensure_group()
     for name in (b"\xff\xfe", b"a name\x00", b"x" * 1000):
@@ -451,11 +451,11 @@ def test_names_that_are_not_ours_hold_nothing_up(db, hub, raw, context, publishe
     hub.reader(lane, gone.worker_id).read(1, 20)
     db.write(lambda conn: nodes.deregister(conn, gone.worker))
     publisher.publish("default")
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert lane.idle_consumers(0) in ([], ["leader"])
     raw.xtrim(KEY, maxlen=0, approximate=False)
     set_job(db, job_id, published_at=utc_shift(-60.0))
-    assert duties.repair(context) == 1
+    assert delivery.repair(context) == 1
 
 
 # --- publish, purge ---
@@ -466,7 +466,7 @@ def test_publish_promotes_what_is_due_in_every_lane(db, raw, context):
     (other,) = submit(db, pool_id="other")
     set_job(db, due, queued="delayed", not_before=utc_shift(-1.0))
     set_job(db, later, queued="delayed", not_before=utc_shift(60.0))
-    assert duties.publish(context) >= 2
+    assert delivery.publish(context) >= 2
     assert announced(raw) == [due]
     assert [f["job_id"] for _, f in raw.xrange(f"{KEY}:other")] == [other]
 
@@ -474,11 +474,11 @@ def test_publish_promotes_what_is_due_in_every_lane(db, raw, context):
 def test_a_retry_runs_again_after_its_wait(db, raw, context, scene):
     hand, (claim,) = scene()
     hand.fail(claim, ErrorKind.TRANSIENT, retry_after_s=3600.0)
-    duties.reclaim(context)
-    duties.publish(context)
+    delivery.reclaim(context)
+    delivery.publish(context)
     assert announced(raw) == []
     set_job(db, claim.job_id, not_before=utc_shift(-0.1))
-    duties.publish(context)
+    delivery.publish(context)
     assert announced(raw) == [claim.job_id]
     assert hand.claim(claim.job_id)[0].attempt == 2
 
@@ -612,12 +612,12 @@ def test_a_broken_lane_does_not_hold_up_the_others(db, hub, raw, context, monkey
     with monkeypatch.context() as patched:
         patched.setattr(hub.lane(broken), "announce", away)
         with pytest.raises(RedisUnavailable):
-            duties.publish(context)
+            delivery.publish(context)
     for lane, ids in jobs.items():
         assert [fields["job_id"] for _id, fields in raw.xrange(f"{KEY}:{lane}")] == ([] if lane == broken else ids)
     set_job(db, *jobs[broken], published_at=utc_shift(-60.0))
-    assert duties.repair(context) == 1
-    assert duties.publish(context) == 1
+    assert delivery.repair(context) == 1
+    assert delivery.publish(context) == 1
     assert [fields["job_id"] for _id, fields in raw.xrange(f"{KEY}:{broken}")] == jobs[broken]
 
 
@@ -634,10 +634,10 @@ def test_every_lane_is_tried_and_the_first_failure_reported():
         return 2
 
     with pytest.raises(RedisUnavailable, match=r"lane [bc]") as reported:
-        duties._in_lanes(LANES, work)
+        delivery.in_lanes(LANES, work)
     assert sorted(tried) == ["a", "b", "c", "d"]
     assert str(reported.value) == f"lane {next(lane for lane in tried if lane in {'b', 'c'})}"
-    assert duties._in_lanes(LANES, lambda _lane: 2) == 8
+    assert delivery.in_lanes(LANES, lambda _lane: 2) == 8
 
 
 @pytest.mark.parametrize("error", [RedisUnavailable("timed out"), RowsHeld("somebody holds a row")])
@@ -651,7 +651,7 @@ def test_what_is_waited_for_in_vain_is_not_asked_for_each_lane_and_none_is_alway
     while seen != {"a", "b", "c", "d"}:
         tried: list[str] = []
         with pytest.raises(type(error)):
-            duties._in_lanes(LANES, work)
+            delivery.in_lanes(LANES, work)
         assert len(tried) == 2
         seen |= set(tried)
 
@@ -667,7 +667,7 @@ def test_a_lane_that_fails_as_nobody_expected_does_not_hold_up_the_others(error)
         return 2
 
     with pytest.raises(error) as reported:
-        duties._in_lanes(["a", "b", "c", "d"], work)
+        delivery.in_lanes(["a", "b", "c", "d"], work)
     assert sorted(tried) == ["a", "b", "c", "d"]
     assert reported.value.__notes__ == ["lane b"]
 
@@ -679,7 +679,7 @@ def test_what_time_does_not_mend_is_reported_first():
         raise next(failures)
 
     with pytest.raises(ValueError, match="a bug"):
-        duties._in_lanes(["a", "b"], work)
+        delivery.in_lanes(["a", "b"], work)
 
 
 def test_a_lane_whose_key_became_another_is_mended_by_whoever_looks(db, hub, raw, context, publisher):
@@ -689,12 +689,12 @@ def test_a_lane_whose_key_became_another_is_mended_by_whoever_looks(db, hub, raw
     deliver(hub, raw, hand, 1)
     hand.claim(ids[0])
     raw.set(KEY, "somebody's")
-    assert duties.reclaim(context) == 0
+    assert delivery.reclaim(context) == 0
     assert raw.type(KEY) == "none"
     raw.set(KEY, "somebody's")
     for job_id in ids[1:]:
         set_job(db, job_id, published_at=utc_shift(-60.0))
-    assert [duties.repair(context), duties.publish(context)] == [2, 2]
+    assert [delivery.repair(context), delivery.publish(context)] == [2, 2]
     assert announced(raw) == ids[1:]
     assert [raw.get(kept) for kept in raw.keys("*:aside:*")] == ["somebody's"] * 2
 
@@ -708,7 +708,7 @@ def test_a_stale_leader_stops_at_the_first_lane_that_says_so():
         raise StaleEpoch(1)
 
     with pytest.raises(StaleEpoch):
-        duties._in_lanes(LANES, work)
+        delivery.in_lanes(LANES, work)
     assert len(tried) == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, insert, select, update
 
-from orchestrator.leader import duties
+from orchestrator.leader import delivery, duties
 from orchestrator.policies import Book, Scope, parse
 from orchestrator.publisher import CHUNK
 from orchestrator.store import outbox, policies, schema
@@ -72,7 +72,7 @@ def test_a_job_whose_owner_cannot_be_found_is_taken_back(db, context, owner):
         edit(db, delete(schema.workers))
     else:
         edit(db, update(schema.jobs).values(worker_id=owner))
-    assert duties.reclaim(context) == 1
+    assert delivery.reclaim(context) == 1
     assert status(db, job_id) == "pending"
 
 
@@ -154,7 +154,7 @@ def test_keys_that_cannot_be_read_stop_nobody_from_being_announced_and_only_thei
     bad, *good = submit(db, 4, concurrency_keys=["host:a"])
     spoil_job(db, bad, concurrency_keys=NO_NAMES[0])
     others = submit(db, 2)
-    duties.publish(context)
+    delivery.publish(context)
     assert announced(db, [bad, *good[:2], *others])
     hand = hire(db)
     hand.book = capped

@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import insert, update
 
-from orchestrator.leader import duties
+from orchestrator.leader import delivery, duties
 from orchestrator.leases import LeaseRequest, Terms, token_hash
 from orchestrator.policies import EVERYWHERE, Scope, parse
 from orchestrator.store import flows, grants, outbox, policies, schema, spawning, withdraw, workflows
@@ -38,9 +38,9 @@ def test_what_lost_its_entry_is_repaired_but_for_the_job_whose_row_is_held(db, c
     db.write(lambda conn: outbox.take(conn, "default", 3))
     age(db, *ids)
     with holding_job(db, held):
-        assert duties.repair(context) == 2
+        assert delivery.repair(context) == 2
         assert queued(db, held, *others) == ["announced", "ready", "ready"]
-    assert duties.repair(context) == 1
+    assert delivery.repair(context) == 1
     assert queued(db, held) == ["ready"]
 
 
@@ -49,19 +49,19 @@ def test_idle_entries_are_decided_about_while_the_row_of_one_is_held(db, hub, ra
     publisher.publish("default")
     assert len(deliver(hub, raw, reader)) == 3
     with holding_job(db, held):
-        assert duties.reclaim(context) == 3
+        assert delivery.reclaim(context) == 3
         assert queued(db, held, *others) == ["announced", "ready", "ready"]
     assert announced(raw) == []
     age(db, held)
-    assert duties.repair(context) == 1, "without an entry, it is found there"
+    assert delivery.repair(context) == 1, "without an entry, it is found there"
 
 
 def test_what_is_ready_is_announced_but_for_the_job_whose_row_is_held(db, raw, context):
     first, held, last = submit(db, 3)
     with holding_job(db, held):
-        duties.publish(context)
+        delivery.publish(context)
         assert announced(raw) == [first, last]
-    duties.publish(context)
+    delivery.publish(context)
     assert announced(raw) == [first, last, held]
 
 
@@ -69,7 +69,7 @@ def test_a_lane_whose_row_is_held_keeps_no_other_from_being_filled(db, context):
     ids = [submit(db, pool_id=lane)[0] for lane in ("a", "b", "c")]
     with holding(db, schema.lanes, schema.lanes.c.lane == "b"):
         with pytest.raises(RowsHeld), traffic(db) as seen:
-            duties.publish(context)
+            delivery.publish(context)
         assert waits_for(seen, "UPDATE lanes") == 3, "one for each lane"
         assert queued(db, *ids) == ["announced", "ready", "announced"]
 
@@ -85,10 +85,10 @@ def test_the_jobs_of_the_dead_are_rescued_while_a_workflow_of_one_is_held(db, co
     other.go_silent()
     with holding(db, schema.workflows, schema.workflows.c.workflow_id == "w"):
         with traffic(db) as seen:
-            duties.reclaim(context)
+            delivery.reclaim(context)
         assert waits_for(seen, "FROM workflows") == 1
         assert (status(db, plain), status(db, "w.a")) == ("pending", "claimed")
-    duties.reclaim(context)
+    delivery.reclaim(context)
     assert status(db, "w.a") == "cancelled"
 
 

@@ -10,7 +10,8 @@ from sqlalchemy import insert, update
 from orchestrator import publisher as publishing
 from orchestrator.errors import LaneNotFound, RedisUnavailable, StaleEpoch
 from orchestrator.jobs import ErrorKind
-from orchestrator.leader import duties, retention
+from orchestrator.leader import delivery, duties, retention
+from orchestrator.leader.context import BATCH
 from orchestrator.pools import PoolSpec, PoolState
 from orchestrator.store import backlog, dead_letters, lanes, leadership, load, pools, schema
 from orchestrator.store.dialect import utc_shift
@@ -53,7 +54,7 @@ def clock(db, lane):
 def forget(context):
     """As the leader does: again at once, as long as there is more."""
     for _ in range(100):
-        if duties.forget_old(context) < duties.BATCH:
+        if duties.forget_old(context) < BATCH:
             return
     pytest.fail("it never ends")
 
@@ -62,7 +63,7 @@ def use(db, context, lane="mine", count=1):
     """Let a job go through a lane: it is announced, and cancelled."""
     ids = submit(db, count, pool_id=lane)
     context.publisher.publish(lane)
-    duties.reclaim(context)
+    delivery.reclaim(context)
     for job_id in ids:
         set_job(db, job_id, status="cancelled")
 
@@ -102,15 +103,15 @@ def test_a_lane_that_somebody_serves_is_looked_at_in_every_turn_and_the_others_a
     names = [f"lane-{number}" for number in range(5)]
     ids = {name: submit(db, pool_id=name) for name in names}
     hire(db, pool="lane-4")
-    duties.publish(context)
+    delivery.publish(context)
     assert [name for name in names if entries(raw, name)] == ["lane-0", "lane-1", "lane-4"]
-    duties.publish(context)
-    duties.publish(context)
+    delivery.publish(context)
+    delivery.publish(context)
     assert {name: entries(raw, name) for name in names} == ids
     raw.delete(*map(key, names))
     for (job_id,) in ids.values():
         set_job(db, job_id, published_at=utc_shift(-60.0))
-    assert [duties.repair(context) for _ in range(3)] == [3, 2, 0]
+    assert [delivery.repair(context) for _ in range(3)] == [3, 2, 0]
 
 
 def test_what_a_dead_reader_held_in_a_lane_that_nobody_serves_is_announced_anew(db, hub, raw, context, publisher):
@@ -121,7 +122,7 @@ def test_what_a_dead_reader_held_in_a_lane_that_nobody_serves_is_announced_anew(
     raw.xclaim(key("mine"), lane.group, reader.worker_id, 0, [entry.entry_id], idle=3_600_000, justid=True)
     reader.go_silent()
     context.term.write(lambda conn: conn.execute(update(schema.workers).values(status="lost")))
-    assert duties.reclaim(context) == 1
+    assert delivery.reclaim(context) == 1
     assert row(db, job_id).queued == "ready"
     assert entries(raw, "mine") == []
 
@@ -207,7 +208,7 @@ def test_the_default_lane_stays(db, raw, context, publisher):
 def test_a_few_lanes_go_at_a_time_until_all_are_gone(db, context, monkeypatch):
     monkeypatch.setattr(lanes, "SOME", 3)
     many_lanes(db, 10)
-    assert duties.forget_old(context) >= duties.BATCH, "the next look should follow at once"
+    assert duties.forget_old(context) >= BATCH, "the next look should follow at once"
     assert len(known(db)) == 7
     forget(context)
     assert known(db) == []
@@ -286,7 +287,7 @@ def test_a_job_for_a_lane_that_was_forgotten_runs(db, hub, context):
     forget(context)
     (job_id,) = submit(db, pool_id="mine")
     assert known(db) == ["mine"]
-    duties.publish(context)
+    delivery.publish(context)
     assert run_all(db, hub, hire(db, pool="mine"), "mine") == [job_id]
     assert status(db, job_id) == "done"
 
@@ -304,7 +305,7 @@ def test_a_dead_letter_of_a_forgotten_lane_goes_before_those_that_came_since(db,
     assert known(db) == []
     later = submit(db, 2, pool_id="mine", agent="another")
     db.write(lambda conn: dead_letters.redrive(conn, [dead.job_id], 3, lambda _n: 0.0))
-    duties.publish(context)
+    delivery.publish(context)
     assert run_all(db, hub, hire(db, pool="mine"), "mine") == [dead.job_id, *later]
 
 
@@ -316,7 +317,7 @@ def test_a_cancelled_job_of_a_forgotten_lane_goes_before_those_that_came_since(d
     forget(context)
     later = submit(db, 2, pool_id="mine", agent="another")
     db.write(lambda conn: dead_letters.redrive_one(conn, last, 3))
-    duties.publish(context)
+    delivery.publish(context)
     assert run_all(db, hub, hire(db, pool="mine"), "mine") == [last, *later]
 
 
@@ -329,7 +330,7 @@ def test_a_dead_letter_brings_its_lane_back(db, raw, context, publisher):
     db.write(lambda conn: dead_letters.redrive(conn, [job_id], 3, lambda _n: 60.0))
     assert known(db) == ["mine"]
     set_job(db, job_id, not_before=utc_shift(-1.0))
-    duties.publish(context)
+    delivery.publish(context)
     assert entries(raw, "mine") == [job_id]
 
 

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import update
 
 from orchestrator.errors import RedisUnavailable
-from orchestrator.leader import duties
+from orchestrator.leader import delivery
 from orchestrator.publisher import Publisher
 from orchestrator.store import outbox, schema
 from orchestrator.store.dialect import utc_shift
@@ -170,10 +170,10 @@ def test_a_crash_between_update_and_xadd_is_repaired(db, context, publisher, raw
     """F-3: the row says announced, and no entry is there."""
     ids = submit(db, 3)
     db.write(lambda conn: outbox.take(conn, "default", 2))
-    assert duties.repair(context) == 0  # young: its XADD may be on the way
+    assert delivery.repair(context) == 0  # young: its XADD may be on the way
     age(db, *ids)
-    assert duties.repair(context) == 2
-    assert duties.repair(context) == 0
+    assert delivery.repair(context) == 2
+    assert delivery.repair(context) == 0
     publisher.publish("default")
     assert sorted(announced(raw)) == sorted(ids)
 
@@ -189,7 +189,7 @@ def test_an_xadd_that_fails_leaves_rows_that_are_repaired(db, context, publisher
         publisher.publish("default")
     monkeypatch.undo()
     age(db, *ids)
-    assert duties.repair(context) == 3
+    assert delivery.repair(context) == 3
     assert publisher.publish("default") == 3
 
 
@@ -201,7 +201,7 @@ def test_everything_flushed_is_announced_again(db, context, publisher, hub, raw)
     (claim,) = hand.claim(ids[0])
     raw.flushall()
     age(db, *ids)
-    assert duties.repair(context) == 19
+    assert delivery.repair(context) == 19
     assert publisher.publish("default") == 20
     assert announced(raw) == ids[1:21]
     hand.finish(claim)
@@ -213,7 +213,7 @@ def test_what_is_in_the_stream_is_not_announced_twice(db, context, publisher, hu
     publisher.publish("default")
     hub.reader(hub.lane("default"), "w").read(4, 20)  # delivered counts as present
     age(db, *ids)
-    assert duties.repair(context) == 0
+    assert delivery.repair(context) == 0
     assert announced(raw) == ids
 
 
@@ -223,5 +223,5 @@ def test_the_loss_of_one_entry_among_many_is_found(db, context, publisher, raw):
     entries = raw.xrange("stream:orchestrator:inference_jobs")
     raw.xdel("stream:orchestrator:inference_jobs", entries[4][0])
     age(db, *ids)
-    assert duties.repair(context) == 1
+    assert delivery.repair(context) == 1
     assert row(db, ids[4]).queued == "ready"

@@ -9,7 +9,8 @@ import pytest
 from orchestrator import kubernetes
 from orchestrator.errors import InvalidInput, KubernetesUnavailable
 from orchestrator.kubernetes import Deployment, Kubernetes
-from orchestrator.leader import duties, replicas
+from orchestrator.leader import delivery, duties, replicas
+from orchestrator.leader.context import DutyContext
 from orchestrator.leader.term import borrow
 from orchestrator.pools import PoolChange, PoolSpec
 from orchestrator.publisher import Publisher
@@ -65,7 +66,7 @@ def context(db, api, settings, tmp_path, redis_server):
         worker_timeout_s=30.0,
     )
     hub = Hub(given)
-    yield duties.DutyContext(borrow(db, given, "test"), hub, Publisher(db, hub, given), given)
+    yield DutyContext(borrow(db, given, "test"), hub, Publisher(db, hub, given), given)
     hub.close()
 
 
@@ -116,7 +117,7 @@ def test_a_draining_pool_keeps_its_pods_until_it_has_stopped(db, context, api):
     duties.reconcile(context)
     assert api.replicas[CHAT.path] == 1
     hand.go_silent()
-    duties.reclaim(context)
+    delivery.reclaim(context)
     duties.reconcile(context)  # sees that nobody is left
     duties.reconcile(context)  # and takes the pods away
     assert api.replicas[CHAT.path] == 0

@@ -10,8 +10,9 @@ from sqlalchemy import event, insert, update
 
 from orchestrator.errors import JobNotFound, ResultNotFound, StaleEpoch, WorkflowBusy, WorkflowEnded, WorkflowNotFound
 from orchestrator.jobs import ErrorKind, Status
-from orchestrator.leader import duties, retention
-from orchestrator.leader.duties import DutyContext, forget_old
+from orchestrator.leader import retention
+from orchestrator.leader.context import BATCH, DutyContext
+from orchestrator.leader.duties import forget_old
 from orchestrator.leader.term import Term, borrow
 from orchestrator.store import (
     audit,
@@ -26,7 +27,6 @@ from orchestrator.store import (
 )
 from orchestrator.store.dialect import utc_shift
 from orchestrator.store.retention import JOBS, ROWS
-from orchestrator.store.settle import take_from_dead
 from orchestrator.store.submit import Rules, submit_jobs
 from orchestrator.workflows import Limits, NewWorkflow, Sweep
 from tests.factories import (
@@ -60,7 +60,7 @@ def config(config):
 def run(context) -> None:
     """As the leader does: again at once, as long as there is more."""
     for _ in range(1000):
-        if forget_old(context) < duties.BATCH:
+        if forget_old(context) < BATCH:
             return
     pytest.fail("it never ends")
 
@@ -254,7 +254,7 @@ def crowd(db, count) -> None:
 
 
 def test_a_crowd_of_jobs_goes_in_short_transactions(db, context):
-    count = 2 * duties.BATCH + 2 * JOBS  # more than one run does, and each more than one transaction
+    count = 2 * BATCH + 2 * JOBS  # more than one run does, and each more than one transaction
     crowd(db, count)
     with watched(db) as deleted:
         run(context)
@@ -322,10 +322,7 @@ def test_a_job_that_somebody_holds_goes_another_time(maria_db, config, hub, publ
 def lost_once(db, hand, job_id) -> None:
     """Its first attempt had a lease, its worker vanished, and the second attempt is done."""
     hand.claim(*submit(db, job_id=job_id, max_attempts=5, min_memory_mb=100))
-    mine = update(schema.workers).where(schema.workers.c.worker_id == hand.worker_id)
-    db.write(lambda conn: conn.execute(mine.values(status="lost")))
-    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
-    db.write(lambda conn: conn.execute(mine.values(status="active")))
+    hand.lose()
     set_job(db, job_id, not_before=None, queued="ready")
     hand.finish(*hand.claim(job_id))
     aged(db, JOBS_KEPT + 1, job_id)
@@ -341,7 +338,7 @@ def test_a_job_whose_lease_is_left_stays_until_that_ended_and_then_its_id_is_fre
     first = update(schema.leases).where(schema.leases.c.job_id == "j")
     db.write(lambda conn: conn.execute(first.values(expires_at=utc_shift(-1.0))))
     db.write(lease_purge.purge)
-    hand.beat()
+    hand = hire(db, gpu())
     run(context)
     assert left(db) == {"j:1"}
     submit(db, job_id="j", min_memory_mb=100)
@@ -391,7 +388,7 @@ def test_many_workflows_are_many_runs_between_which_other_duties_have_their_turn
             hand.finish(*hand.claim(f"w{number}.{name}"))
         aged_flow(db, JOBS_KEPT + 1, f"w{number}")
     there = []
-    while (did := forget_old(context)) >= duties.BATCH:
+    while (did := forget_old(context)) >= BATCH:
         there.append(len(rows(db, schema.workflows)))
     assert there == [3, 2, 1, 0]
     assert (did, left(db), rows(db, schema.task_edges)) == (0, set(), [])

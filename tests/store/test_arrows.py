@@ -13,7 +13,7 @@ from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.dead_letters import lock_ended, redrive_one, start_over
 from orchestrator.store.dialect import utc_now, utc_shift
 from orchestrator.store.moves import move
-from orchestrator.store.settle import End, Outcome, Start, take_from_dead
+from orchestrator.store.settle import End, Outcome, Start
 from orchestrator.store.withdraw import cancel, expire_overdue
 from tests.factories import hire, history, row, rows, set_job, submit
 
@@ -190,6 +190,6 @@ def test_the_end_is_the_end_except_for_an_operator(db, state):
         if arrow not in (rules.REDRIVE, rules.RERUN):
             take(hand, arrow, job_id)
     hand.go_silent()
-    db.write(lambda conn: take_from_dead(conn, hand.by, rules.RetryPolicy(1, 1, 1), 10))
+    hand.lose(policy=rules.RetryPolicy(1, 1, 1))
     assert everything(db) == before
     assert take(hand, rules.REDRIVE, job_id) == (state in rules.REDRIVE.source)

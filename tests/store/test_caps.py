@@ -11,7 +11,7 @@ from orchestrator.policies import Book, PausePolicy
 from orchestrator.store import blocked, caps, outbox, registry, schema, withdraw
 from orchestrator.store.claim import NO_SLOT, Claim, NotClaimed, claim_jobs
 from orchestrator.store.dispatch import Claiming, Fetch, openings, why_none
-from orchestrator.store.settle import finish_all, take_from_dead
+from orchestrator.store.settle import finish_all
 from orchestrator.store.submit import submit_jobs
 from tests.factories import (
     POLICY,
@@ -226,7 +226,7 @@ def end_by_cancel(hand, claim):
 def end_by_death(hand, claim):
     others = update(schema.jobs).where(schema.jobs.c.job_id != claim.job_id, schema.jobs.c.status == "claimed")
     hand.db.write(lambda conn: conn.execute(others.values(worker_id="alive")))
-    hand.db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    hand.lose()
 
 
 def end_by_success(hand, claim):

@@ -18,7 +18,6 @@ from orchestrator.jobs import ErrorKind, Status
 from orchestrator.store import audit, dead_letters, failures, lease_purge, paging, schema
 from orchestrator.store.dead_letters import Filter
 from orchestrator.store.dialect import utc_shift
-from orchestrator.store.settle import take_from_dead
 from orchestrator.store.submit import Verdict, submit_jobs
 from orchestrator.store.withdraw import cancel
 from tests.factories import (
@@ -125,7 +124,7 @@ def test_other_ends_write_none(db):
 def test_a_job_that_its_lost_worker_took_along_leaves_a_letter_too(db):
     hand = hire(db)
     (claim,) = hand.claim(*submit(db, max_attempts=1))
-    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    hand.lose()
     assert letters(db)[claim.job_id].reason == "worker_lost"
 
 
@@ -421,12 +420,12 @@ def test_a_job_whose_worker_vanished_is_purged_once_its_lease_is_over(db):
     """Its process may still run, under a lease of the name that the same id would get again."""
     hand = hire(db, gpu())
     (claim,) = hand.claim(*submit(db, max_attempts=1, min_memory_mb=100))
-    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    hand.lose()
     assert purge(db, [claim.job_id]).job_ids == []
     assert len(active_leases(db)) == 1 and claim.job_id in letters(db)
     db.write(lambda conn: conn.execute(update(schema.leases).values(expires_at=utc_shift(-1.0))))
     db.write(lease_purge.purge)
-    hand.beat()  # it sees that no process is left
+    hire(db, gpu())  # who sees that no process is left
     assert purge(db, [claim.job_id]).job_ids == [claim.job_id]
     assert rows(db, schema.leases) == []
 

@@ -14,8 +14,8 @@ from orchestrator.jobs import ErrorKind
 from orchestrator.store import audit, job_reads, lease_purge, nodes, schema, settle
 from orchestrator.store.claim import Claim
 from orchestrator.store.dialect import utc_shift
-from orchestrator.store.settle import End, Outcome, Start, take_from_dead
-from tests.factories import POLICY, active_leases, done, failed, gpu, hire, history, now, row, rows, submit
+from orchestrator.store.settle import End, Outcome, Start
+from tests.factories import active_leases, done, failed, gpu, hire, history, now, row, rows, submit
 
 
 def claimed(db, **fields):
@@ -241,7 +241,7 @@ def test_a_whole_batch_recorded_twice_changes_nothing_the_second_time(db):
 def test_the_end_the_leader_wrote_is_not_taken_for_the_workers_own(db):
     hand, claim = claimed(db, max_attempts=1)
     hand.go_silent()
-    lost = db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    lost = hand.lose()
     assert [item.arrow for item in lost] == [rules.BURY]
     assert hand.fail(claim).arrow is None
 
@@ -255,7 +255,7 @@ def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_stand_until_they_ex
     lost = hand.claim(*ids[:2])
     other.claim(ids[2])
     hand.start(lost[0])
-    settled = db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    settled = hand.lose()
     assert {item.arrow for item in settled} == {rules.RETRY}
     for claim in lost:
         job = row(db, claim.job_id)
@@ -269,13 +269,13 @@ def test_the_jobs_of_a_dead_worker_wait_again_and_its_leases_stand_until_they_ex
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [3000]  # until a neighbour sees that its processes are gone
     other.beat(busy=1)
     assert [g.leased_mb for g in rows(db, schema.gpus)] == [1000]
-    assert db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10)) == []
+    assert hand.lose() == []
 
 
 def test_a_dead_workers_jobs_are_taken_in_bounded_steps(db):
     hand = hire(db)
     hand.claim(*submit(db, 5))
-    steps = [len(db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 2))) for _ in range(4)]
+    steps = [len(hand.lose(2)) for _ in range(4)]
     assert steps == [2, 2, 1, 0]
 
 
@@ -292,7 +292,7 @@ def test_a_worker_and_the_leader_settle_the_same_job_once(db):
     def leader():
         barrier.wait(30)
         taken = []
-        while step := db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 1)):
+        while step := hand.lose(1):
             taken += [item for item in step if item.arrow]  # None: the worker was faster between look and lock
         return taken
 
@@ -320,7 +320,7 @@ def test_the_whole_life_of_a_job(db):
     hand = hire(db)
     (job_id,) = submit(db)
     (claim,) = hand.claim(job_id)
-    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    hand.lose()
     (claim,) = hand.claim(job_id)
     hand.fail(claim, retry_after_s=0.0)
     (claim,) = hand.claim(job_id)

@@ -11,8 +11,7 @@ from orchestrator.errors import InvalidInput, Overloaded, ScheduleNotFound, Stal
 from orchestrator.leader import recurring
 from orchestrator.leader.term import Term
 from orchestrator.schedules import ScheduleSpec, fire_id, recurring_job
-from orchestrator.store import leadership, schedules, schema
-from orchestrator.store import submit as submitting
+from orchestrator.store import lanes, leadership, schedules, schema
 from orchestrator.store.admission import Admission
 from orchestrator.store.dialect import clock
 from orchestrator.store.hot import insert_rows
@@ -302,11 +301,11 @@ def test_who_meets_another_at_the_first_job_of_a_lane_fires_all_the_same(maria_d
     outage(db)
 
     def met(*args, **how):
-        monkeypatch.setattr(submitting, "insert_rows", insert_rows)
+        monkeypatch.setattr(lanes, "insert_rows", insert_rows)
         submit(db, pool_id=JOB["pool_id"])
         insert_rows(*args, **how)
 
-    monkeypatch.setattr(submitting, "insert_rows", met)
+    monkeypatch.setattr(lanes, "insert_rows", met)
     assert len(lead(db, term(db), settings)) == 1
     assert (told(db, "schedule.missed"), get(db)["last_error"]) == ([], None)
 

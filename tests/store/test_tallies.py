@@ -14,7 +14,7 @@ from orchestrator.leader.term import borrow
 from orchestrator.store import audit, dead_letters, leadership, outbox, schema, tallies, withdraw
 from orchestrator.store.audit import Event
 from orchestrator.store.dialect import utc_shift
-from orchestrator.store.settle import End, Outcome, take_from_dead
+from orchestrator.store.settle import End, Outcome
 from orchestrator.store.submit import Verdict, submit_jobs
 from orchestrator.tallies import LATENCY, RUN, SUM, WAIT, Hole, Ids
 from tests.factories import POLICY, hire, new_job, rows, set_job, submit
@@ -231,7 +231,7 @@ def test_what_became_of_the_jobs_of_a_lost_worker(db):
     set_job(db, ids[1], crashes=1)
     db.write(lambda conn: withdraw.cancel(conn, ids[2]))
     hand.fail(claims[3], ErrorKind.WORKER_LOST)  # its process died, its worker lives
-    db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    hand.lose()
     fold(db)
     assert [total(db, rules.RECLAIMS, "", outcome) for outcome in ("retried", "buried", "cancelled")] == [1, 1, 1]
     assert total(db, rules.RETRIES, "", "worker_lost") == 2

@@ -13,10 +13,9 @@ from orchestrator.jobs import ErrorKind, Status
 from orchestrator.store import audit, job_reads, outbox, ownership, schema
 from orchestrator.store.claim import Claim, NotClaimed
 from orchestrator.store.dialect import utc_shift
-from orchestrator.store.settle import End, Outcome, Start, take_from_dead
+from orchestrator.store.settle import End, Outcome, Start
 from orchestrator.store.withdraw import cancel, expire_overdue, to_stop
 from tests.factories import (
-    POLICY,
     active_leases,
     done,
     failed,
@@ -186,7 +185,7 @@ def test_one_cancelled_job_does_not_cost_its_batch_the_fast_way_s_results(db):
 def test_a_cancelled_job_of_a_lost_worker_is_cancelled_and_its_lease_stands(db):
     """Nobody has seen its process end: the memory is free when the lease is over."""
     hand, claim = asked_to_stop(db)
-    (lost,) = db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+    (lost,) = hand.lose()
     assert lost.arrow is rules.STOP
     assert status(db, claim.job_id) == "cancelled"
     assert len(active_leases(db)) == 1

@@ -21,7 +21,7 @@ from orchestrator.errors import (
 from orchestrator.jobs import ErrorKind
 from orchestrator.store import audit, dead_letters, flows, followers, hot, outbox, paging, schema, withdraw, workflows
 from orchestrator.store.dialect import utc_shift
-from orchestrator.store.settle import End, Outcome, finish_all, record, take_from_dead
+from orchestrator.store.settle import End, Outcome, finish_all, record
 from orchestrator.store.submit import Rules, Verdict, submit_jobs
 from orchestrator.store.sweeping import Walk
 from orchestrator.workflows import FlowStatus, Limits, NewWorkflow, prepare_tasks
@@ -317,7 +317,7 @@ def test_a_critical_task_fails_all_of_it(db, how):
     else:
         (claim,) = hand.claim("w.a")
         if how == "lost":
-            db.write(lambda conn: take_from_dead(conn, hand.by, POLICY, 10))
+            hand.lose()
         else:
             hand.fail(claim, ErrorKind.PERMANENT if how == "failed" else ErrorKind.TRANSIENT)
     found = flow(db)
