@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from orchestrator.errors import DatabaseUnavailable, PayloadTooLarge, Unavailable
 from orchestrator.jobs import ErrorKind, RetryPolicy
 from orchestrator.leases import ResidentSlot
-from orchestrator.store import audit, followers, leases, unclaimable
+from orchestrator.store import audit, followers, leases, ownership, unclaimable
 from orchestrator.store.batcher import Batcher, Later
 from orchestrator.store.caps import Seats
 from orchestrator.store.claim import Claim, NotClaimed, claim_jobs, leave_for_later
-from orchestrator.store.database import CONTENT_ERRORS, Database, RowsHeld, Waiting
+from orchestrator.store.database import BUGS, CONTENT_ERRORS, Database, RowsHeld, Waiting
 from orchestrator.store.moves import Claimant
 from orchestrator.store.policies import Copy
 from orchestrator.store.settle import (
@@ -264,7 +264,13 @@ class Ledger:
             return leave_for_later(self._db, self._by, job_id, self._held())
         reason, settled = unclaimable.put_off(self._db, self._by, job_id, error, self._policy)
         self._on_settled(settled)
+        if job_id not in self._held() and self._is_mine(job_id):
+            # The answer to an earlier claim was lost: nobody else would bring it back.
+            raise DatabaseUnavailable(f"job {job_id} is claimed already, and {reason}")
         return NotClaimed(reason)
+
+    def _is_mine(self, job_id: str) -> bool:
+        return self._db.read(lambda conn: ownership.is_claimed_by(conn, job_id, self._by.worker_id))
 
     def _write(self, turn: _Turn) -> _Written:
         since = tracing.moment()
@@ -346,8 +352,10 @@ def _with_origin(end: End, entry_id: str) -> End:
 
 
 def _unwritable(end: End, error: Exception) -> End:
+    """A result that no row can hold will be the same next time; what our code stumbles over may be another's row."""
     reason = f"its end could not be stored: {error if isinstance(error, PayloadTooLarge) else type(error).__name__}"
-    return end._replace(outcome=Outcome.FAILED, result=None, error_kind=ErrorKind.BAD_RESULT, error=reason)
+    kind = ErrorKind.TRANSIENT if isinstance(error, BUGS) else ErrorKind.BAD_RESULT
+    return end._replace(outcome=Outcome.FAILED, result=None, error_kind=kind, error=reason)
 
 
 def _about(event: Start | End | Release) -> dict[str, object]:

@@ -29,7 +29,7 @@ from worker.process import SlotProcess
 from worker.roster import Roster
 from worker.run import Batch, Run
 from worker.starts import PATIENCE_S, Starts
-from worker.strays import end_all_of
+from worker.strays import Sweeper
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class SlotPool(Roster):
         os.set_blocking(self._wake_w, False)
         self._respawn_at = 0.0
         self._looked_at_clocks = 0.0
+        self._sweeper = Sweeper()
         self._thread = logs.thread(self._loop, "slots")
 
     def start(self) -> None:
@@ -147,6 +148,7 @@ class SlotPool(Roster):
         self._join(timeout_s)
         if not self._thread.is_alive():
             self._selector.close()  # its thread did at its end, unless it never began
+        self._sweeper.close(timeout_s)
         if self._owns_nursery:
             self._nursery.close()
         for fd in (self._wake_r, self._wake_w):
@@ -291,7 +293,7 @@ class SlotPool(Roster):
         self._drain(slot)
         self._started_up(slot)
         code = slot.process.reap()
-        end_all_of(slot.mark)
+        self._sweeper.sweep(slot.mark)
         for source in (slot.process.pidfd, slot.pipe):
             if source in self._selector.get_map():
                 self._selector.unregister(source)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterable
+from functools import partial
 
 from orchestrator.gpu import GpuProcess
 from orchestrator.gpu.processes import describe, wearers
+from orchestrator.telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -16,8 +20,26 @@ log = logging.getLogger(__name__)
 MAX_LOOKS = 8
 
 
-def end_all_of(mark: str) -> None:
-    """End all that a slot has left behind: a session of their own keeps them from being killed as its group."""
+class Sweeper:
+    """Ends what slots leave behind, in a thread of its own: looking at all processes may take long, or hang."""
+
+    def __init__(self) -> None:
+        self._sweeps: list[threading.Thread] = []
+
+    def sweep(self, mark: str) -> None:
+        """Returns at once."""
+        self._sweeps = [thread for thread in self._sweeps if thread.is_alive()]
+        self._sweeps.append(logs.thread(partial(_end_all_of, mark), "strays"))
+        self._sweeps[-1].start()
+
+    def close(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for thread in self._sweeps:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _end_all_of(mark: str) -> None:
+    """A session of their own keeps them from being killed as their slot's group."""
     for _ in range(MAX_LOOKS):
         if not (left := wearers(mark)):
             return

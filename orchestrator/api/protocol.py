@@ -60,8 +60,11 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        # Nobody read it, and each byte of it puts off the end of an idle connection. Of another request that waits in
+        # the pipeline nobody knows yet.
+        left = self.cycle.more_body and not self.pipeline
         super().on_response_complete()
-        if self.cycle.more_body:  # nobody read it, and each byte of it puts off the end of an idle connection
+        if left:
             self._hurry()
 
     def send_400_response(self, msg: str) -> None:

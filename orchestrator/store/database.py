@@ -40,6 +40,8 @@ MOMENT_S = 0.1
 BESIDE_PAYLOAD = 65_536
 
 
+#: What our code makes of a row that it does not expect.
+BUGS = (LookupError, AttributeError, ArithmeticError, AssertionError)
 #: Errors about what was to be written, or that our code makes of it: the same write would fail again. All others are
 #: about the server, or now.
 CONTENT_ERRORS = (
@@ -50,10 +52,7 @@ CONTENT_ERRORS = (
     InterfaceError,
     TypeError,
     ValueError,  # of Unicode, too
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
+    *BUGS,
 )
 
 

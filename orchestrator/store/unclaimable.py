@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import update
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from orchestrator import jobs as job_rules
 from orchestrator.errors import DatabaseUnavailable, Unavailable
@@ -71,11 +71,16 @@ def put_off(
     reason = f"it cannot be claimed: {_said(error)}"
     log.error("a job cannot be claimed", extra={"job_id": job_id, "worker_id": by.worker_id, "error": reason})
     with suppress(RowsHeld):  # somebody sees to it at this moment, or the leader will
-        for write in (_charge, _defer) if isinstance(error, CONTENT_ERRORS) else (_defer,):
+        for write in (_charge, _defer) if _is_about_the_job(error) else (_defer,):
             with suppress(*CONTENT_ERRORS):
                 return reason, _written(db, partial(write, by=by, job_id=job_id, reason=reason, policy=policy))
         log.error("a job cannot even be put off", extra={"job_id": job_id})  # correct its row, or delete it
     return reason, []
+
+
+def _is_about_the_job(error: Exception) -> bool:
+    """A table or a column that is not there is nobody's fault but ours: no job is charged for it."""
+    return isinstance(error, CONTENT_ERRORS) and not isinstance(error, ProgrammingError)
 
 
 def _written(db: Database, work: Callable[[Connection], list[Settled]]) -> list[Settled]:

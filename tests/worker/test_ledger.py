@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from sqlalchemy.exc import DataError, OperationalError
+from sqlalchemy.exc import DataError, OperationalError, ProgrammingError
 
 import worker.acknowledger
 from orchestrator.errors import DatabaseUnavailable
@@ -194,6 +194,15 @@ def test_a_claim_that_meets_trouble_once_is_tried_again(db, ledger, monkeypatch)
     assert isinstance(ledger.claim([job_id]).result(10)[job_id], Claim)
 
 
+def test_an_end_that_our_own_code_stumbles_over_is_tried_again_as_another_attempt(db, hand, ledger, monkeypatch):
+    """It may have stumbled over a row of somebody else: that is no reason never to run it again."""
+    (claim,) = hand.claim(*submit(db))
+    monkeypatch.setattr("worker.ledger.finish_all", Mock(side_effect=KeyError("another's row")))
+    ledger.note(done(claim), "1-1")
+    wait_until(lambda: row(db, claim.job_id).status == "pending", what="handed on")
+    assert (row(db, claim.job_id).error_kind, row(db, claim.job_id).attempts) == ("transient", 1)
+
+
 # --- jobs whose claim breaks ---
 
 
@@ -244,6 +253,22 @@ def test_a_job_whose_claim_breaks_every_time_ends_as_a_dead_letter(db, ledger, m
     ledger.claim([bad]).result(10)
     assert (status(db, bad), row(db, bad).attempts) == ("dead_letter", 2)
     assert [letter.job_id for letter in rows(db, schema.dead_letters)] == [bad]
+
+
+def test_a_claim_whose_answer_was_lost_and_that_breaks_then_is_asked_for_again(db, hand, ledger, monkeypatch):
+    """Answered as not claimed, its entry would go, and the job stay this worker's for ever."""
+    (stray,) = submit(db)
+    hand.claim(stray)
+    break_claims(monkeypatch, KeyError("what it has not"), stray)
+    with pytest.raises(DatabaseUnavailable, match="is claimed already"):
+        ledger.claim([stray]).result(10)
+
+
+def test_no_job_is_charged_for_a_table_that_is_not_as_it_should_be(db, ledger, monkeypatch):
+    (job_id,) = submit(db)
+    break_claims(monkeypatch, ProgrammingError("SELECT …", {}, Exception(1054, "Unknown column")), job_id)
+    ledger.claim([job_id]).result(10)
+    assert (row(db, job_id).queued, row(db, job_id).attempts) == ("delayed", 0)
 
 
 def test_a_job_that_cannot_be_charged_either_is_put_off_for_long(db, ledger, monkeypatch):
